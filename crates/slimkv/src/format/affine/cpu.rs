@@ -1,0 +1,1 @@
+//! Group-affine rows on the CPU.

@@ -1,0 +1,1 @@
+//! Plain rows on the CPU.

@@ -235,7 +235,7 @@ impl Tensor {
     /// Copies the elements to the host.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         self.expect_dtype(T::DTYPE)?;
-        Ok(bytemuck::pod_collect_to_vec(&self.to_bytes()?))
+        Ok(bytemuck::allocation::pod_collect_to_vec(&self.to_bytes()?))
     }
 
     /// Copies the raw little-endian bytes to the host.
@@ -251,7 +251,7 @@ impl Tensor {
     pub fn to_f32_vec(&self) -> Result<Vec<f32>> {
         let bytes = self.to_bytes()?;
         crate::dtype::with_float!(self.dtype, T => {
-            let values: Vec<T> = bytemuck::pod_collect_to_vec(&bytes);
+            let values: Vec<T> = bytemuck::allocation::pod_collect_to_vec(&bytes);
             Ok(values.into_iter().map(crate::FloatElement::to_f32).collect())
         }, else Err(Error::dtype("Tensor::to_f32_vec", "self", "f16, bf16 or f32", self.dtype)))
     }

@@ -1,6 +1,7 @@
 //! KV-cache compression for language-model inference: quantise, pack, attend from packed memory.
 
 pub mod attend;
+pub mod cache;
 pub mod cpu;
 pub mod device;
 mod dtype;

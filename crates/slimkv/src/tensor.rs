@@ -34,7 +34,13 @@ enum Storage {
 #[derive(Clone)]
 enum HostMemory {
     Owned(Arc<AlignedBytes>),
-    Shared { owner: Arc<dyn Any + Send + Sync>, ptr: *const u8, len: usize },
+    Shared {
+        /// Keeps the memory alive.
+        #[allow(dead_code)]
+        owner: Arc<dyn Any + Send + Sync>,
+        ptr: *const u8,
+        len: usize,
+    },
 }
 
 // SAFETY: `Shared` points into `owner`, which is `Send + Sync`, is kept alive by the same value and is only read.

@@ -7,6 +7,7 @@
 pub mod affine;
 pub mod bits;
 pub mod plain;
+mod spec;
 mod write;
 mod write_cpu;
 #[cfg(feature = "gpu")]
@@ -16,6 +17,7 @@ use crate::{Device, Result, Tensor};
 
 pub use affine::{Affine, Axis};
 pub use plain::Plain;
+pub use spec::RowFormat;
 pub use write::RowCopy;
 
 /// Rows of one side of a cache, keys or values: `batch` x `heads` x `capacity` rows of `head_dim` elements.

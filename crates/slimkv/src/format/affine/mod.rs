@@ -15,10 +15,13 @@
 //!           | s10 s11 s12 s13 |                      | s30 | s30 | s31 | s31 |
 //! ```
 
+mod convert;
 pub(crate) mod cpu;
 #[cfg(feature = "gpu")]
 pub(crate) mod gpu;
 pub mod oracle;
+
+pub use convert::{dequantize, quantize, round_trip};
 
 use super::{RowShape, bits, on_device};
 use crate::{DType, Error, Result, Tensor};

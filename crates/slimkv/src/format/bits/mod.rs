@@ -8,7 +8,11 @@
 //! 3 bits:  word 0  |00|c9|c8|c7|c6|c5|c4|c3|c2|c1|c0|
 //! ```
 
-use crate::{Error, Result};
+pub(crate) mod cpu;
+#[cfg(feature = "gpu")]
+pub(crate) mod gpu;
+
+use crate::{DType, Error, Result, Tensor};
 
 /// The widths that the library packs.
 pub const WIDTHS: [u32; 5] = [1, 2, 3, 4, 8];
@@ -26,6 +30,57 @@ pub const fn words_per_row(len: usize, bits: u32) -> usize {
 /// Checks a bit width.
 pub fn check_width(op: &'static str, arg: &'static str, bits: u32) -> Result<()> {
     if WIDTHS.contains(&bits) { Ok(()) } else { Err(Error::value(op, arg, "1, 2, 3, 4 or 8", bits)) }
+}
+
+/// Packs indices u8 `[..., L]` into words u32 `[..., ceil(L / EPW)]`; each code is masked to `bits` bits.
+///
+/// Errors: indices that are not u8 or have no axis, a width that is not one of [`WIDTHS`].
+pub fn pack(op: &'static str, indices: &Tensor, bits: u32) -> Result<Tensor> {
+    check_width(op, "bits", bits)?;
+    last_axis(op, "indices", indices, DType::U8, "[..., L]")?;
+    match indices.device().gpu() {
+        None => cpu::pack(indices, bits),
+        #[cfg(feature = "gpu")]
+        Some(_) => gpu::pack(op, indices, bits),
+        #[cfg(not(feature = "gpu"))]
+        Some(never) => match *never {},
+    }
+}
+
+/// Unpacks words u32 `[..., W]` into indices u8 `[..., original_length]`.
+///
+/// Errors: words that are not u32 or have no axis, a width that is not one of [`WIDTHS`], a length that does not fill
+/// exactly `W` words.
+pub fn unpack(op: &'static str, packed: &Tensor, bits: u32, original_length: usize) -> Result<Tensor> {
+    check_width(op, "bits", bits)?;
+    let width = last_axis(op, "packed", packed, DType::U32, "[..., W]")?;
+    if words_per_row(original_length, bits) != width {
+        let expected = format!("a length that fills {width} words of {} codes", codes_per_word(bits));
+        return Err(Error::value(op, "original_length", expected, original_length));
+    }
+    match packed.device().gpu() {
+        None => cpu::unpack(packed, bits, original_length),
+        #[cfg(feature = "gpu")]
+        Some(_) => gpu::unpack(op, packed, bits, original_length),
+        #[cfg(not(feature = "gpu"))]
+        Some(never) => match *never {},
+    }
+}
+
+fn last_axis(op: &'static str, arg: &'static str, tensor: &Tensor, dtype: DType, shape: &str) -> Result<usize> {
+    if tensor.dtype() != dtype {
+        return Err(Error::dtype(op, arg, dtype.name(), tensor.dtype()));
+    }
+    tensor.shape().last().copied().ok_or_else(|| Error::shape(op, arg, shape, tensor.shape()))
+}
+
+/// The shape of `tensor` with another last axis.
+pub(crate) fn with_last_axis(tensor: &Tensor, last: usize) -> Vec<usize> {
+    let mut shape = tensor.shape().to_vec();
+    if let Some(axis) = shape.last_mut() {
+        *axis = last;
+    }
+    shape
 }
 
 /// Packs one row; each code is masked to `bits` bits, so that a wrong code cannot disturb its neighbour.

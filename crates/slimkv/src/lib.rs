@@ -9,6 +9,7 @@ mod error;
 pub mod format;
 #[cfg(feature = "gpu")]
 pub mod gpu;
+pub mod ops;
 mod tensor;
 
 pub use device::{Device, DeviceKind};

@@ -213,6 +213,14 @@ impl Layer {
             let flush = copies(&|b, p| RowCopy { from: 0, to: self.packed[b], rows: p.from_tail });
             write_blocks(op, &mut self.blocks, (&tail.keys, &tail.values), &flush)?;
         }
+        // What passes through the tail is rounded to f16; what does not must be as well, or chunks would show.
+        let rounded;
+        let (k, v) = if self.residual.is_some() && plans.iter().any(|p| p.direct > 0) {
+            rounded = (as_f16(op, k, counts)?, as_f16(op, v, counts)?);
+            (&rounded.0, &rounded.1)
+        } else {
+            (k, v)
+        };
         let direct = copies(&|b, p| RowCopy { from: p.top_up, to: self.packed[b] + p.from_tail, rows: p.direct });
         write_blocks(op, &mut self.blocks, (k, v), &direct)?;
         let Some(tail) = &mut self.tail else {
@@ -320,6 +328,19 @@ pub(super) fn spare_bytes_for(method: &Method, geometry: Geometry, tokens: usize
         .filter_map(|i| Residual::of(method.layer(i, geometry.layers)))
         .find(|r| r.packed(tokens) > 0)
         .map_or(0, |r| tail_bytes(Some(r), geometry))
+}
+
+/// The rows rounded to f16, on their device.
+fn as_f16(op: &'static str, rows: &Rows, counts: &[usize]) -> Result<Rows> {
+    match rows {
+        Rows::Plain(plain) if plain.data().dtype() == DType::F16 => Ok(rows.clone()),
+        _ => {
+            let mut rounded = RowFormat::Plain(DType::F16).allocate(rows.shape(), &rows.device())?;
+            let all: Vec<RowCopy> = counts.iter().map(|&rows| RowCopy { from: 0, to: 0, rows }).collect();
+            rounded.write(op, rows, &all)?;
+            Ok(rounded)
+        }
+    }
 }
 
 /// Checks new keys or values against the cache.

@@ -226,8 +226,12 @@ impl LayerMut<'_> {
         const OP: &str = "KvCache::attend";
         let geometry = self.cache.geometry;
         let layer = get(OP, &mut self.cache.layers, self.index)?;
-        let &[_, _, s_q, _] = q.shape() else {
-            return Err(Error::shape(OP, "q", "[batch, q_heads, n, head_dim]", q.shape()));
+        let s_q = match q.shape() {
+            &[b, _, s_q, d] if (b, d) == (geometry.batch, geometry.head_dim) => s_q,
+            found => {
+                let expected = format!("[{}, q_heads, n, {}]", geometry.batch, geometry.head_dim);
+                return Err(Error::shape(OP, "q", expected, found));
+            }
         };
         if let Some(lens) = attend.query_lens {
             if lens.len() != geometry.batch || lens.iter().any(|&n| n > s_q) {

@@ -5,13 +5,13 @@ use super::Simd;
 /// `log2(e)`: attention works in powers of two.
 pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
-/// `2^x` for `x <= 0`, within 2 ulp; exactly 0 below -126 and for `-inf`.
+/// `2^x` for `x <= 0`, within 2 ulp; exactly 0 below -126 and for `-inf`, NaN for NaN.
 #[inline(always)]
 pub(crate) fn exp2_nonpositive<S: Simd>(s: S, x: S::F) -> S::F {
     // 2^f on [-0.5, 0.5] (Cephes).
     const C: [f32; 6] = [1.535_336_2e-4, 1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1];
     let floor = s.splat(-126.0);
-    let clamped = s.max(x, floor);
+    let clamped = s.max(floor, x);
     let n = s.round(clamped);
     let f = s.sub(clamped, s.to_f(n));
     let mut p = s.splat(C[0]);

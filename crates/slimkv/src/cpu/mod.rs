@@ -7,6 +7,7 @@
 pub(crate) mod math;
 pub mod roofline;
 mod scalar;
+pub(crate) mod floats;
 mod simd;
 
 #[cfg(target_arch = "x86_64")]

@@ -8,6 +8,7 @@ pub mod affine;
 pub mod bits;
 pub mod plain;
 mod spec;
+pub(crate) mod decode_cpu;
 mod write;
 mod write_cpu;
 #[cfg(feature = "gpu")]

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{pack_row, unpack_row, with_last_axis, words_per_row};
+use super::{pack_row, with_last_axis, words_per_row};
 use crate::{DType, Device, Result, Tensor};
 
 /// Codes that one task of the thread pool handles, about.
@@ -35,10 +35,59 @@ pub(crate) fn unpack(packed: &Tensor, bits: u32, len: usize) -> Result<Tensor> {
         let rows = (TASK_CODES / len).max(1);
         let codes = indices.as_mut_slice::<u8>()?;
         codes.par_chunks_mut(rows * len).zip(words.par_chunks(rows * width)).for_each(|(codes, words)| {
+            let mut row = vec![0; unpacked_len(len)];
             for (codes, words) in codes.chunks_mut(len).zip(words.chunks(width)) {
-                unpack_row(words, bits, codes);
+                unpack_codes(words, bits, len, &mut row);
+                codes.copy_from_slice(&row[..len]);
             }
         });
     }
     Ok(indices)
+}
+
+/// Bytes that [`unpack`] may write for a row of `len` codes.
+pub(crate) const fn unpacked_len(len: usize) -> usize {
+    len + 40
+}
+
+/// Unpacks a row of `len` codes, eight at a time. `codes` is at least [`unpacked_len`] long; what lies past `len` is
+/// overwritten with anything.
+#[inline(always)]
+pub(crate) fn unpack_codes(words: &[u32], bits: u32, len: usize, codes: &mut [u8]) {
+    assert!(codes.len() >= unpacked_len(len));
+    let words = words[..words_per_row(len, bits)].iter().enumerate();
+    let out = codes.as_mut_ptr();
+    // SAFETY: the words of a row hold at most 31 codes past `len`, so a store of eight bytes at the place of a code, or of
+    // a three-bit word's last two codes, ends below `len + 40`.
+    let put = |at: usize, bytes: u64| unsafe { out.add(at).cast::<u64>().write_unaligned(bytes.to_le()) };
+    match bits {
+        8 => words.for_each(|(i, w)| put(4 * i, u64::from(*w))),
+        4 => words.for_each(|(i, &w)| put(8 * i, spread(w, [16, 8, 4], [0x0000_FFFF, 0x00FF_00FF, 0x0F0F_0F0F]))),
+        3 => words.for_each(|(i, &w)| {
+            put(10 * i, spread(w & 0xFF_FFFF, [20, 10, 5], [0x0000_0FFF, 0x003F_003F, 0x0707_0707]));
+            put(10 * i + 8, u64::from(w >> 24 & 7) | u64::from(w >> 27 & 7) << 8);
+        }),
+        2 => words.for_each(|(i, &w)| {
+            for half in 0..2 {
+                let codes = w >> (16 * half) & 0xFFFF;
+                put(16 * i + 8 * half, spread(codes, [24, 12, 6], [0x0000_00FF, 0x000F_000F, 0x0303_0303]));
+            }
+        }),
+        _ => words.for_each(|(i, &w)| {
+            for byte in 0..4 {
+                let codes = w >> (8 * byte) & 0xFF;
+                put(32 * i + 8 * byte, spread(codes, [28, 14, 7], [0x0000_000F, 0x0003_0003, 0x0101_0101]));
+            }
+        }),
+    }
+}
+
+/// Moves eight codes to a byte each: halves, quarters and eighths are shifted apart in turn. Masks repeat in both halves.
+#[inline(always)]
+fn spread(codes: u32, shifts: [u32; 3], masks: [u32; 3]) -> u64 {
+    let mut x = u64::from(codes);
+    for (shift, mask) in shifts.into_iter().zip(masks) {
+        x = (x | x << shift) & (u64::from(mask) << 32 | u64::from(mask));
+    }
+    x
 }

@@ -1,5 +1,9 @@
 //! Group-affine rows on the CPU.
 
+mod decode;
+
+pub(crate) use decode::Tiles;
+
 use super::{Affine, Axis, Names, bits, oracle};
 use crate::{DType, Result, Tensor};
 

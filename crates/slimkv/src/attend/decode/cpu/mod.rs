@@ -1,0 +1,65 @@
+//! The decode skeleton on the CPU.
+//!
+//! The rows of each segment are cut into splits at positions that depend on the segment's own length, each split is walked
+//! in blocks of [`BLOCK`] tokens with an online softmax over the blocks, and the partial results of a sequence merge in
+//! order. A [`Keys`] turns a block into scores, a [`Values`] adds up a weighted block; they are made once a split and know
+//! nothing of softmax, masks or splits.
+
+mod merge;
+mod side;
+mod split;
+mod tile;
+
+use rayon::prelude::*;
+
+pub(crate) use side::{BLOCK, Block, KeyPlan, Keys, Queries, ValuePlan, Values};
+
+use super::MAX_ROWS;
+use crate::attend::{Attended, Geometry, Options, Segment};
+use crate::cpu::floats::Floats;
+use crate::cpu::{Isa, math::LOG2_E};
+use crate::format::Rows;
+use crate::{DType, Result, Tensor};
+use split::Split;
+
+/// Attention of up to [`MAX_ROWS`] query rows a KV head.
+pub(crate) fn attend(
+    _op: &'static str,
+    q: &Tensor,
+    segments: &[Segment],
+    options: Options,
+    geometry: Geometry,
+) -> Result<Attended> {
+    let isa = crate::cpu::isa()?;
+    let exact = options.out_dtype == DType::F32;
+    let plans = segments
+        .iter()
+        .map(|s| Ok((plan_keys(isa, &s.keys, exact)?, plan_values(isa, &s.values, exact)?)))
+        .collect::<Result<Vec<_>>>()?;
+    let q = Floats::of(q)?;
+    let rows = geometry.group() * geometry.s_q;
+    let (splits, first) = split::all(segments, options, geometry);
+    let mut partials = vec![0.0f32; splits.len() * split::partial_len(rows, geometry.head_dim)];
+    let walk = |(split, partial): (&Split, &mut [f32])| {
+        let queries = Queries::new(isa, q, split.matrix, rows, geometry.head_dim, options.scale * LOG2_E);
+        let (keys, values) = &plans[split.segment];
+        let span = segments[split.segment].spans[split.sequence];
+        let mask = split::Mask::new(options, span, geometry);
+        let (mut keys, mut values) = (keys.prepare(split.matrix, &queries), values.prepare(split.matrix, rows));
+        split::walk(isa, split.tokens.clone(), &mask, rows, keys.as_mut(), values.as_mut(), partial);
+    };
+    splits.par_iter().zip(partials.par_chunks_mut(split::partial_len(rows, geometry.head_dim).max(1))).for_each(walk);
+    merge::merge(isa, &partials, &first, geometry, options)
+}
+
+/// The fastest way to score these keys; `exact` asks for f32 arithmetic.
+fn plan_keys<'a>(isa: Isa, rows: &'a Rows, exact: bool) -> Result<Box<dyn KeyPlan + 'a>> {
+    let _ = exact;
+    Ok(Box::new(tile::TilePlan::new(isa, rows)?))
+}
+
+/// The fastest way to add up these values.
+fn plan_values<'a>(isa: Isa, rows: &'a Rows, exact: bool) -> Result<Box<dyn ValuePlan + 'a>> {
+    let _ = exact;
+    Ok(Box::new(tile::TilePlan::new(isa, rows)?))
+}

@@ -1,0 +1,5 @@
+//! The CPU kernels against the oracles, on every instruction set of the machine.
+
+mod convert;
+mod decode;
+mod support;

@@ -4,10 +4,10 @@
 //! and runs the right one. The instruction set is chosen at the entry of an operation, by [`isa`], and passed down as a
 //! value, so that one call never mixes two of them.
 
+pub(crate) mod floats;
 pub(crate) mod math;
 pub mod roofline;
 mod scalar;
-pub(crate) mod floats;
 mod simd;
 
 #[cfg(target_arch = "x86_64")]

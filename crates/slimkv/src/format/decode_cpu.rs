@@ -1,8 +1,8 @@
 //! Rows as f32 tiles on the CPU: what the attention skeletons use of a format that has no faster way.
 
 use super::Rows;
-use crate::cpu::Isa;
 use crate::Result;
+use crate::cpu::Isa;
 
 /// Tiles have rows of a multiple of this many elements, so that no instruction set has a tail.
 pub(crate) const TILE_ALIGN: usize = 16;

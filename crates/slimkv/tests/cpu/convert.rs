@@ -37,7 +37,8 @@ fn same(a: f32, b: f32) -> bool {
 fn codes_and_parameters_are_those_of_the_oracle_bit_for_bit() {
     for seed in 0..300 {
         let mut random = Random::new(seed);
-        let shape = [1 + random.below(2), random.pick(&[0, 1, 5, 32, 33, 100]), random.pick(&[1, 3, 16, 31, 64, 80, 128])];
+        let shape =
+            [1 + random.below(2), random.pick(&[0, 1, 5, 32, 33, 100]), random.pick(&[1, 3, 16, 31, 64, 80, 128])];
         let dtype = random.pick(&[DType::F16, DType::BF16, DType::F32]);
         let x = awkward(&mut random, &shape, dtype);
         let axis = random.pick(&[Axis::Tokens, Axis::Channels]);
@@ -151,7 +152,11 @@ fn rows_are_written_converted_quantised_and_decoded() {
                             };
                             assert!((after - x).abs() <= tolerance, "{isa}: seed {seed}: {after}, not {x}");
                         } else if !(shares_group && group > 1) {
-                            assert_eq!(after, before[(m * to_capacity + t) * d + c], "{isa}: seed {seed}: row {t} changed");
+                            assert_eq!(
+                                after,
+                                before[(m * to_capacity + t) * d + c],
+                                "{isa}: seed {seed}: row {t} changed"
+                            );
                         }
                     }
                 }
@@ -172,8 +177,14 @@ fn written_codes_are_those_of_the_oracle() {
                     let zeros = Tensor::zeros(DType::F32, x.shape(), &slimkv::Device::cpu()).unwrap();
                     let mut rows = store.rows(&zeros);
                     let source = Store::Plain(DType::F32).rows(&x);
-                    with_isa(isa, || rows.write(OP, &source, &[RowCopy { from: 0, to: 0, rows: 70 }])).unwrap().unwrap();
-                    assert_eq!(rows.decode_oracle().unwrap(), store.rows(&x).decode_oracle().unwrap(), "{isa} {store:?}");
+                    with_isa(isa, || rows.write(OP, &source, &[RowCopy { from: 0, to: 0, rows: 70 }]))
+                        .unwrap()
+                        .unwrap();
+                    assert_eq!(
+                        rows.decode_oracle().unwrap(),
+                        store.rows(&x).decode_oracle().unwrap(),
+                        "{isa} {store:?}"
+                    );
                 }
             }
         }

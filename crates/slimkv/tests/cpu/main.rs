@@ -2,4 +2,5 @@
 
 mod convert;
 mod decode;
+mod prefill;
 mod support;

@@ -20,6 +20,7 @@ use crate::cpu::floats::Floats;
 use crate::cpu::{Isa, math::LOG2_E};
 use crate::format::Rows;
 use crate::{DType, Result, Tensor};
+pub(crate) use split::Mask;
 use split::Split;
 
 /// Attention of up to [`MAX_ROWS`] query rows a KV head.

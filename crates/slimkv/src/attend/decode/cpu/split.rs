@@ -43,7 +43,7 @@ pub(super) fn all(segments: &[Segment], options: Options, g: Geometry) -> (Vec<S
 }
 
 /// The tokens of a segment that each query sees: an interval.
-pub(super) struct Mask {
+pub(crate) struct Mask {
     options: Options,
     span: Span,
     s_q: usize,
@@ -87,8 +87,7 @@ pub(super) fn walk(
 ) {
     let mut block = Block([[0.0; BLOCK]; MAX_ROWS]);
     let mut state = State::default();
-    let visible: [Range<usize>; MAX_ROWS] =
-        std::array::from_fn(|r| if r < rows { mask.visible(r) } else { 0..0 });
+    let visible: [Range<usize>; MAX_ROWS] = std::array::from_fn(|r| if r < rows { mask.visible(r) } else { 0..0 });
     for start in tokens.clone().step_by(BLOCK) {
         let range = start..(start + BLOCK).min(tokens.end);
         keys.scores(range.clone(), &mut block);
@@ -119,7 +118,12 @@ struct State {
 
 impl Default for State {
     fn default() -> Self {
-        State { max: [f32::NEG_INFINITY; MAX_ROWS], sum: [0.0; MAX_ROWS], keep: [1.0; MAX_ROWS], factor: [0.0; MAX_ROWS] }
+        State {
+            max: [f32::NEG_INFINITY; MAX_ROWS],
+            sum: [0.0; MAX_ROWS],
+            keep: [1.0; MAX_ROWS],
+            factor: [0.0; MAX_ROWS],
+        }
     }
 }
 

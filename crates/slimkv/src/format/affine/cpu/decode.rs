@@ -36,7 +36,11 @@ impl<'a> Tiles<'a> {
     pub fn of(rows: &'a Affine) -> Result<Self> {
         let shape = rows.shape();
         Ok(Tiles {
-            codes: if rows.is_packed() { Codes::Words(rows.codes.as_slice()?) } else { Codes::Bytes(rows.codes.as_slice()?) },
+            codes: if rows.is_packed() {
+                Codes::Words(rows.codes.as_slice()?)
+            } else {
+                Codes::Bytes(rows.codes.as_slice()?)
+            },
             width: rows.codes.shape()[3],
             scale: Floats::of(&rows.scale)?,
             zero: Floats::of(&rows.zero)?,

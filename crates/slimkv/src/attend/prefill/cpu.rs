@@ -1,9 +1,0 @@
-//! The prefill skeleton on the CPU.
-
-use crate::attend::{Attended, Geometry, Options, Segment};
-use crate::{Result, Tensor};
-
-/// Attention of any number of queries.
-pub(crate) fn attend(op: &'static str, q: &Tensor, segments: &[Segment], options: Options, _: Geometry) -> Result<Attended> {
-    super::super::oracle::attend(op, q, segments, options)?.rounded(q, options)
-}

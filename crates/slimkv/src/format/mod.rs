@@ -6,6 +6,8 @@
 
 pub mod affine;
 pub mod bits;
+#[cfg(feature = "gpu")]
+pub(crate) mod gpu;
 pub mod plain;
 mod spec;
 pub(crate) mod decode_cpu;

@@ -11,11 +11,13 @@ mod scalar;
 mod simd;
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) mod amx;
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod product;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 
@@ -38,13 +40,15 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, DQ, VL, VBMI and VNNI (Ice Lake, Zen 4 and later).
     Avx512,
+    /// AVX-512 and the AMX matrix unit for 8-bit integers (Sapphire Rapids and later, on Linux).
+    Amx,
     /// NEON of 64-bit ARM.
     Neon,
 }
 
 impl Isa {
     /// Every instruction set, the plainest first.
-    pub const ALL: [Isa; 4] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Neon];
+    pub const ALL: [Isa; 5] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Amx, Isa::Neon];
 
     /// The name that `SLIMKV_ISA` takes.
     pub const fn name(self) -> &'static str {
@@ -52,6 +56,7 @@ impl Isa {
             Isa::Scalar => "scalar",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Amx => "amx",
             Isa::Neon => "neon",
         }
     }
@@ -81,8 +86,14 @@ impl Isa {
             Isa::Avx512 => {
                 has!["avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512vnni", "avx2", "fma", "f16c"]
             }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => {
+                let mut features = Isa::Avx512.features();
+                features.push(("AMX for 8-bit integers that the system allows", amx::available()));
+                features
+            }
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 => vec![("the x86-64 architecture", false)],
+            Isa::Avx2 | Isa::Avx512 | Isa::Amx => vec![("the x86-64 architecture", false)],
             Isa::Neon => vec![("the 64-bit ARM architecture", cfg!(target_arch = "aarch64"))],
         }
     }
@@ -93,7 +104,7 @@ impl Isa {
         match self {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `isa` and `with_isa` checked that the machine has these features.
-            Isa::Avx512 => unsafe { avx512::run(kernel) },
+            Isa::Avx512 | Isa::Amx => unsafe { avx512::run(kernel) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Isa::Avx2 => unsafe { avx2::run(kernel) },
@@ -130,7 +141,7 @@ pub fn isa() -> Result<Isa> {
 fn choose(forced: Option<&str>) -> Result<Isa> {
     match forced {
         None | Some("") => {
-            let best = [Isa::Avx512, Isa::Avx2, Isa::Neon].into_iter().find(|isa| isa.available().is_ok());
+            let best = [Isa::Amx, Isa::Avx512, Isa::Avx2, Isa::Neon].into_iter().find(|isa| isa.available().is_ok());
             Ok(best.unwrap_or(Isa::Scalar))
         }
         Some(name) => match Isa::ALL.into_iter().find(|isa| isa.name() == name) {
@@ -195,7 +206,7 @@ mod tests {
     #[test]
     fn an_unknown_name_is_an_error_that_lists_the_known_ones() {
         let text = choose(Some("sse9")).unwrap_err().to_string();
-        assert!(text.contains("sse9") && text.contains("scalar, avx2, avx512, neon"), "{text}");
+        assert!(text.contains("sse9") && text.contains("scalar, avx2, avx512, amx, neon"), "{text}");
     }
 
     #[test]

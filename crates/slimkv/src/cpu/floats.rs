@@ -43,6 +43,11 @@ impl<'a> Floats<'a> {
     }
 
     #[inline(always)]
+    pub fn element_size(self) -> usize {
+        if matches!(self, Floats::F32(_)) { 4 } else { 2 }
+    }
+
+    #[inline(always)]
     pub fn get(self, i: usize) -> f32 {
         match self {
             Floats::F16(x) => x[i].to_f32(),

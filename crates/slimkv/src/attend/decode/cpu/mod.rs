@@ -18,7 +18,7 @@ use super::MAX_ROWS;
 use crate::attend::{Attended, Geometry, Options, Segment};
 use crate::cpu::floats::Floats;
 use crate::cpu::{Isa, math::LOG2_E};
-use crate::format::Rows;
+use crate::format::{Rows, affine};
 use crate::{DType, Result, Tensor};
 pub(crate) use split::Mask;
 use split::Split;
@@ -55,12 +55,22 @@ pub(crate) fn attend(
 
 /// The fastest way to score these keys; `exact` asks for f32 arithmetic.
 fn plan_keys<'a>(isa: Isa, rows: &'a Rows, exact: bool) -> Result<Box<dyn KeyPlan + 'a>> {
-    let _ = exact;
+    #[cfg(target_arch = "x86_64")]
+    if let (Rows::Affine(rows), false) = (rows, exact) {
+        if let Some(plan) = affine::cpu::integer::KeyPlan::new(isa, affine::cpu::Tiles::of(rows)?) {
+            return Ok(Box::new(plan));
+        }
+    }
     Ok(Box::new(tile::TilePlan::new(isa, rows)?))
 }
 
 /// The fastest way to add up these values.
 fn plan_values<'a>(isa: Isa, rows: &'a Rows, exact: bool) -> Result<Box<dyn ValuePlan + 'a>> {
-    let _ = exact;
+    #[cfg(target_arch = "x86_64")]
+    if let (Rows::Affine(rows), false) = (rows, exact) {
+        if let Some(plan) = affine::cpu::integer::ValuePlan::new(isa, affine::cpu::Tiles::of(rows)?) {
+            return Ok(Box::new(plan));
+        }
+    }
     Ok(Box::new(tile::TilePlan::new(isa, rows)?))
 }

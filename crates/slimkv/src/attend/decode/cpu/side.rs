@@ -20,8 +20,6 @@ pub(crate) struct Queries {
     /// Elements from one row to the next, a multiple of 16; rows are filled with zeros past the head dimension.
     pub stride: usize,
     pub data: Vec<f32>,
-    /// Whether every element is finite.
-    pub finite: bool,
 }
 
 impl Queries {
@@ -33,8 +31,7 @@ impl Queries {
             isa.run(Widen { from: q.part((matrix * rows + r) * head_dim, head_dim), to: row });
             row.iter_mut().for_each(|x| *x *= scale);
         }
-        let finite = data.iter().all(|x| x.is_finite());
-        Queries { rows, stride, data, finite }
+        Queries { rows, stride, data }
     }
 }
 

@@ -59,6 +59,22 @@ impl<'a> Tiles<'a> {
         params.part((matrix * self.params[0] + row) * self.params[1], self.params[1])
     }
 
+    /// Bits of a code and bytes of a row, where codes that are one to a byte count as packed in eight bits.
+    pub fn row_layout(&self) -> (u32, usize) {
+        match self.codes {
+            Codes::Bytes(_) => (8, self.width),
+            Codes::Words(_) => (self.bits, 4 * self.width),
+        }
+    }
+
+    /// All codes as bytes. Words of eight-bit codes are their bytes in order, on a little-endian machine.
+    pub fn code_bytes(&self) -> &'a [u8] {
+        match self.codes {
+            Codes::Bytes(bytes) => bytes,
+            Codes::Words(words) => bytemuck::cast_slice(words),
+        }
+    }
+
     pub fn decode(&self, isa: Isa, matrix: usize, from: usize, count: usize, tile: &mut [f32]) {
         isa.run(Decode { rows: self, matrix, from, count, tile });
     }

@@ -1,6 +1,8 @@
 //! Group-affine rows on the CPU.
 
 mod decode;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod integer;
 
 pub(crate) use decode::Tiles;
 
@@ -100,4 +102,33 @@ pub(super) fn round_trip(
         }
     }
     Tensor::from_vec(out, x.shape())?.to_float(x.dtype())
+}
+
+/// Asks for `len` bytes from `from` on, which need not exist.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn prefetch(from: *const u8, len: usize) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    for line in (0..len).step_by(64) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(line).cast()) }
+    }
+}
+
+/// Splits 16-bit integers of magnitude at most 32512 into two planes of signed bytes, `x = 256 * high + low`; the bytes of
+/// the two registers alternate by 64 bits.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn planes(x: [std::arch::x86_64::__m512i; 2]) -> (std::arch::x86_64::__m512i, std::arch::x86_64::__m512i) {
+    use std::arch::x86_64::*;
+    let high = x.map(
+        #[inline(always)]
+        |x| _mm512_srai_epi16::<8>(_mm512_add_epi16(x, _mm512_set1_epi16(128))),
+    );
+    let low = x.map(
+        #[inline(always)]
+        |x| _mm512_and_si512(x, _mm512_set1_epi16(255)),
+    );
+    (_mm512_packs_epi16(high[0], high[1]), _mm512_packus_epi16(low[0], low[1]))
 }

@@ -1,0 +1,25 @@
+//! Attention over group-affine codes in integers, on AVX-512 with VNNI or AMX.
+//!
+//! Codes are spread to bytes in registers and multiplied as they are; what they multiply - the query times the scales of a
+//! group of tokens, or a weight times the scale of its token and group of channels - is rounded to 16 bits and split into
+//! two planes of signed bytes, `x = 256 * hi + lo`. The sums are exact; the rounding is 2^-16 of the largest product, far
+//! below what f16 output can show. Zero points are separate dot products in f32.
+//!
+//! Keys that share parameters among tokens and values that share them among channels are served, in groups of a multiple
+//! of 16; everything else, and f32 output, takes the tiles of f32.
+
+mod keys;
+mod spread;
+mod values;
+
+pub(crate) use keys::KeyPlan;
+pub(crate) use values::ValuePlan;
+
+/// The largest magnitude of a 16-bit factor: both planes of it fit a signed byte.
+const LARGEST: f32 = 32512.0;
+
+/// The factor that maps `peak` to [`LARGEST`], and its inverse.
+#[inline(always)]
+fn quantizer(peak: f32) -> (f32, f32) {
+    if peak > 0.0 { (LARGEST / peak, peak / LARGEST) } else { (0.0, 0.0) }
+}

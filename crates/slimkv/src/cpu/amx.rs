@@ -68,8 +68,7 @@ impl Session {
     ///
     /// [`available`] is true.
     pub unsafe fn new(rows: usize) -> Self {
-        let mut config =
-            Config { palette: 1, start_row: 0, reserved: [0; 14], column_bytes: [0; 16], rows: [0; 16] };
+        let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], column_bytes: [0; 16], rows: [0; 16] };
         config.column_bytes[..7].fill(64);
         config.rows[..7].fill(16);
         config.rows[..3].fill(rows.clamp(1, 16) as u8);

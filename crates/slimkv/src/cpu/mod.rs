@@ -16,10 +16,10 @@ mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-#[cfg(target_arch = "x86_64")]
-pub(crate) mod product;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod product;
 
 use std::cell::Cell;
 use std::sync::OnceLock;

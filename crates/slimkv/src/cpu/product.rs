@@ -140,7 +140,8 @@ mod tests {
 
     #[test]
     fn both_engines_give_the_plain_products() {
-        let tile = |seed: usize| Codes(std::array::from_fn(|i| std::array::from_fn(|j| (i * 37 + j * 11 + seed * 71) as u8)));
+        let tile =
+            |seed: usize| Codes(std::array::from_fn(|i| std::array::from_fn(|j| (i * 37 + j * 11 + seed * 71) as u8)));
         let (left, right) = ([tile(1), tile(2)], [tile(3), tile(4), tile(5), tile(6)]);
         for isa in Isa::here().into_iter().filter(|i| matches!(i, Isa::Avx512 | Isa::Amx)) {
             for rows in [1, 2, 3, 8, 16] {

@@ -7,7 +7,7 @@ use super::quantizer;
 use super::spread::{Order, Spread};
 use crate::attend::decode::cpu::{self as skeleton, Block, Keys, Queries};
 use crate::cpu::Isa;
-use crate::cpu::floats::{Floats, Widen};
+use crate::cpu::floats::Widen;
 use crate::cpu::product::{Codes, Engine, Sums};
 use crate::format::affine::Axis;
 use crate::format::affine::cpu::{self, Tiles};
@@ -19,6 +19,10 @@ const TILE_ROWS: usize = 2 * QUAD;
 
 /// Tokens of a tile of keys.
 const TOKENS: usize = 16;
+
+/// Tiles of a block, and the most groups of tokens that a block meets.
+const TILES: usize = skeleton::BLOCK / TOKENS;
+const GROUPS: usize = TILES;
 
 /// Key codes that share parameters among tokens.
 pub(crate) struct KeyPlan<'a> {
@@ -33,7 +37,12 @@ impl<'a> KeyPlan<'a> {
     pub fn new(isa: Isa, rows: Tiles<'a>) -> Option<Self> {
         let served = matches!(isa, Isa::Avx512 | Isa::Amx) && rows.axis == Axis::Tokens && rows.group % TOKENS == 0;
         let (bits, row_bytes) = rows.row_layout();
-        served.then(|| KeyPlan { isa, spread: Spread::new(bits, rows.head_dim, row_bytes, Order::Channels), row_bytes, rows })
+        served.then(|| KeyPlan {
+            isa,
+            spread: Spread::new(bits, rows.head_dim, row_bytes, Order::Channels),
+            row_bytes,
+            rows,
+        })
     }
 }
 
@@ -50,13 +59,13 @@ impl skeleton::KeyPlan for KeyPlan<'_> {
             rows: queries.rows,
             stride,
             queries: padded,
-            group: usize::MAX,
             scale: vec![0.0; stride],
             zero: vec![0.0; stride],
-            planes: vec![Codes::ZERO; quads.div_ceil(2) * chunks],
-            unit: [0.0; 16],
-            offset: [0.0; 16],
-            keys: vec![Codes::ZERO; chunks],
+            folded: (0..GROUPS.min(skeleton::BLOCK / self.rows.group + 2))
+                .map(|_| Folded::new(quads, chunks))
+                .collect(),
+            keys: vec![Codes::ZERO; TILES * chunks],
+            sums: vec![Sums::ZERO; TILES * quads.div_ceil(2)],
         })
     }
 }
@@ -70,10 +79,19 @@ struct IntegerKeys<'a> {
     stride: usize,
     /// Query rows, padded to a multiple of [`QUAD`].
     queries: Vec<f32>,
-    /// The group that the next four hold.
-    group: usize,
+    /// The parameters of one group of tokens.
     scale: Vec<f32>,
     zero: Vec<f32>,
+    /// The queries for each group of tokens in a block.
+    folded: Vec<Folded>,
+    /// `[tiles, chunks]`: the codes of a block.
+    keys: Vec<Codes>,
+    /// `[tiles, eights of rows]`: their products.
+    sums: Vec<Sums>,
+}
+
+/// Query rows times the parameters of a group of tokens.
+struct Folded {
     /// The planes of query times scale: for each eight rows a tile for each 64 channels. Columns are four high planes and
     /// four low planes of the first four rows, then of the next.
     planes: Vec<Codes>,
@@ -81,8 +99,12 @@ struct IntegerKeys<'a> {
     unit: [f32; 16],
     /// Query times zero points.
     offset: [f32; 16],
-    /// Codes of sixteen tokens.
-    keys: Vec<Codes>,
+}
+
+impl Folded {
+    fn new(quads: usize, chunks: usize) -> Self {
+        Folded { planes: vec![Codes::ZERO; quads.div_ceil(2) * chunks], unit: [0.0; 16], offset: [0.0; 16] }
+    }
 }
 
 impl Keys for IntegerKeys<'_> {
@@ -93,59 +115,75 @@ impl Keys for IntegerKeys<'_> {
 }
 
 impl IntegerKeys<'_> {
+    /// Step by step over the whole block, so that no step waits for what the one before has just stored.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn scores_avx512(&mut self, tokens: Range<usize>, scores: &mut Block) {
-        let plan = self.plan;
-        let codes = plan.rows.code_bytes();
-        let chunks = plan.spread.chunks();
-        let mut sums = Sums::ZERO;
-        for from in tokens.clone().step_by(TOKENS) {
-            let group = from / plan.rows.group;
-            if group != self.group {
-                self.enter(group);
+        let group = self.plan.rows.group;
+        let first_group = tokens.start / group;
+        for (i, group) in (first_group..tokens.end.div_ceil(group)).enumerate() {
+            self.enter(i, group);
+        }
+        self.load_codes(tokens.clone());
+        let chunks = self.plan.spread.chunks();
+        let eights = self.rows.div_ceil(TILE_ROWS);
+        let tiles = self.keys.chunks_exact(chunks).zip(self.sums.chunks_exact_mut(eights));
+        for (from, (keys, sums)) in tokens.clone().step_by(TOKENS).zip(tiles) {
+            let planes = self.folded[from / group - first_group].planes.chunks_exact(chunks);
+            for (planes, sums) in planes.zip(sums) {
+                // SAFETY: the machine has the instructions.
+                unsafe { self.engine.scores(keys, planes, sums) }
             }
-            let count = TOKENS.min(tokens.end - from);
-            let at = (self.matrix * plan.rows.capacity + from) * plan.row_bytes;
-            let rows = &codes[at..at + count * plan.row_bytes];
-            cpu::prefetch(rows.as_ptr().wrapping_add(skeleton::BLOCK * plan.row_bytes), count * plan.row_bytes);
-            for (j, keys) in self.keys.iter_mut().enumerate() {
+        }
+        for (from, sums) in tokens.clone().step_by(TOKENS).zip(self.sums.chunks_exact(eights)) {
+            let folded = &self.folded[from / group - first_group];
+            for quad in 0..self.rows.div_ceil(QUAD) {
+                let rows = QUAD.min(self.rows - quad * QUAD);
+                put(&sums[quad / 2], folded, quad, rows, &mut scores.0, from - tokens.start);
+            }
+        }
+    }
+
+    /// Spreads the codes of a block.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    fn load_codes(&mut self, tokens: Range<usize>) {
+        let plan = self.plan;
+        let (codes, chunks) = (plan.rows.code_bytes(), plan.spread.chunks());
+        let at = (self.matrix * plan.rows.capacity + tokens.start) * plan.row_bytes;
+        let rows = &codes[at..at + tokens.len() * plan.row_bytes];
+        let tiles = rows.chunks(TOKENS * plan.row_bytes).zip(self.keys.chunks_exact_mut(chunks));
+        for (rows, tile) in tiles {
+            cpu::prefetch(rows.as_ptr().wrapping_add(skeleton::BLOCK * plan.row_bytes), rows.len());
+            for (j, keys) in tile.iter_mut().enumerate() {
                 let spreader = plan.spread.chunk(j);
                 for (key, row) in keys.0.iter_mut().zip(rows.chunks_exact(plan.row_bytes)) {
                     // SAFETY: the row has the width that the plan's spread was made for; `key` is an aligned 64 bytes.
                     unsafe { _mm512_store_si512(key.as_mut_ptr().cast(), spreader.spread(row.as_ptr())) }
                 }
             }
-            for (first, planes) in (0..self.rows).step_by(TILE_ROWS).zip(self.planes.chunks_exact(chunks)) {
-                // SAFETY: the machine has the instructions.
-                unsafe { self.engine.scores(&self.keys, planes, &mut sums) }
-                for quad in 0..(self.rows - first).div_ceil(QUAD).min(2) {
-                    self.put(&sums, first, quad, &mut scores.0, from - tokens.start);
-                }
-            }
         }
     }
 
-    /// Folds the scales and zero points of a group of tokens into the queries.
+    /// Folds the scales and zero points of a group of tokens into the queries, as group `i` of the block.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn enter(&mut self, group: usize) {
+    fn enter(&mut self, i: usize, group: usize) {
         let rows = &self.plan.rows;
-        let row = |params: Floats<'_>| self.plan.rows.param_row(params, self.matrix, group).address(0);
         for params in [rows.scale, rows.zero] {
             let len = rows.head_dim * params.element_size();
-            cpu::prefetch(row(params).wrapping_add(skeleton::BLOCK.div_ceil(rows.group) * len), len);
+            let row = rows.param_row(params, self.matrix, group).address(0);
+            cpu::prefetch(row.wrapping_add(skeleton::BLOCK.div_ceil(rows.group) * len), len);
         }
         self.plan.isa.run(Widen { from: rows.param_row(rows.scale, self.matrix, group), to: &mut self.scale });
         self.plan.isa.run(Widen { from: rows.param_row(rows.zero, self.matrix, group), to: &mut self.zero });
-        self.group = group;
         for quad in 0..self.rows.div_ceil(QUAD) {
-            self.fold(quad);
+            self.fold(i, quad);
         }
     }
 
     /// Four query rows times the scales, as planes.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn fold(&mut self, quad: usize) {
+    fn fold(&mut self, group: usize, quad: usize) {
         let stride = self.stride;
+        let folded = &mut self.folded[group];
         assert_eq!(stride, tile_stride(self.plan.rows.head_dim));
         assert!(self.scale.len() == stride && self.zero.len() == stride);
         let queries = &self.queries[quad * QUAD * stride..(quad + 1) * QUAD * stride];
@@ -165,8 +203,8 @@ impl IntegerKeys<'_> {
         for r in 0..QUAD {
             let (to_integer, unit) = quantizer(_mm512_reduce_max_ps(peak[r]));
             factor[r] = _mm512_set1_ps(to_integer);
-            self.unit[quad * QUAD + r] = unit;
-            self.offset[quad * QUAD + r] = _mm512_reduce_add_ps(offset[r]);
+            folded.unit[quad * QUAD + r] = unit;
+            folded.offset[quad * QUAD + r] = _mm512_reduce_add_ps(offset[r]);
         }
         // High and low planes of a lane (four channels), of two lanes a register.
         let low_lanes = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
@@ -179,11 +217,9 @@ impl IntegerKeys<'_> {
                 _mm512_cvtps_epi32(_mm512_mul_ps(product, factor[r]))
             });
             let (high, low) = cpu::planes([_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])]);
-            let pairs = [
-                _mm512_permutex2var_epi64(high, low_lanes, low),
-                _mm512_permutex2var_epi64(high, high_lanes, low),
-            ];
-            let tile = &mut self.planes[quad / 2 * chunks + c / 64];
+            let pairs =
+                [_mm512_permutex2var_epi64(high, low_lanes, low), _mm512_permutex2var_epi64(high, high_lanes, low)];
+            let tile = &mut folded.planes[quad / 2 * chunks + c / 64];
             for (i, pair) in pairs.into_iter().enumerate() {
                 let k = c % 64 / 4 + 2 * i;
                 // SAFETY: rows `k` and `k + 1` are below 16, and half `quad % 2` of each is 32 bytes.
@@ -195,44 +231,44 @@ impl IntegerKeys<'_> {
             }
         }
     }
+}
 
-    /// Transposes the sums of four query rows, and scales them.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn put(&self, sums: &Sums, first: usize, quad: usize, scores: &mut [[f32; skeleton::BLOCK]], at: usize) {
-        // Tokens t and t + 8: eight columns each.
-        let pair = |t: usize| {
-            // SAFETY: half a row of sums is 32 bytes.
-            unsafe {
-                let low = _mm256_load_si256(sums.0[t].as_ptr().add(8 * quad).cast());
-                let high = _mm256_load_si256(sums.0[t + 8].as_ptr().add(8 * quad).cast());
-                _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
-            }
-        };
-        let t: [__m512i; 8] = std::array::from_fn(pair);
-        let lo: [__m512i; 4] = std::array::from_fn(|i| _mm512_unpacklo_epi32(t[2 * i], t[2 * i + 1]));
-        let hi: [__m512i; 4] = std::array::from_fn(|i| _mm512_unpackhi_epi32(t[2 * i], t[2 * i + 1]));
-        // Column r of tokens 4 i to 4 i + 3, and in the other 128-bit half of each 256 bits column r + 4.
-        let quarter = |i: usize| -> [__m512i; 4] {
-            [
-                _mm512_unpacklo_epi64(lo[2 * i], lo[2 * i + 1]),
-                _mm512_unpackhi_epi64(lo[2 * i], lo[2 * i + 1]),
-                _mm512_unpacklo_epi64(hi[2 * i], hi[2 * i + 1]),
-                _mm512_unpackhi_epi64(hi[2 * i], hi[2 * i + 1]),
-            ]
-        };
-        let (a, b) = (quarter(0), quarter(1));
-        // 128-bit lanes of `a`: columns r, r + 4 of tokens 0 to 3, then of 8 to 11; of `b`: tokens 4 to 7 and 12 to 15.
-        let high_planes = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
-        let low_planes = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-        for r in 0..QUAD.min(self.rows - first - quad * QUAD) {
-            let row = first + quad * QUAD + r;
-            let high = _mm512_cvtepi32_ps(_mm512_permutex2var_epi64(a[r], high_planes, b[r]));
-            let low = _mm512_cvtepi32_ps(_mm512_permutex2var_epi64(a[r], low_planes, b[r]));
-            let sum = _mm512_fmadd_ps(high, _mm512_set1_ps(256.0), low);
-            let score = _mm512_fmadd_ps(sum, _mm512_set1_ps(self.unit[row]), _mm512_set1_ps(self.offset[row]));
-            // SAFETY: `at` is a multiple of 16 below the block's length.
-            unsafe { _mm512_storeu_ps(scores[row][at..at + TOKENS].as_mut_ptr(), score) }
+/// Transposes the sums of four query rows, and scales them.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+fn put(sums: &Sums, folded: &Folded, quad: usize, rows: usize, scores: &mut [[f32; skeleton::BLOCK]], at: usize) {
+    // Tokens t and t + 8: eight columns each.
+    let pair = |t: usize| {
+        // SAFETY: half a row of sums is 32 bytes.
+        unsafe {
+            let low = _mm256_load_si256(sums.0[t].as_ptr().add(quad % 2 * 8).cast());
+            let high = _mm256_load_si256(sums.0[t + 8].as_ptr().add(quad % 2 * 8).cast());
+            _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
         }
+    };
+    let t: [__m512i; 8] = std::array::from_fn(pair);
+    let lo: [__m512i; 4] = std::array::from_fn(|i| _mm512_unpacklo_epi32(t[2 * i], t[2 * i + 1]));
+    let hi: [__m512i; 4] = std::array::from_fn(|i| _mm512_unpackhi_epi32(t[2 * i], t[2 * i + 1]));
+    // Column r of tokens 4 i to 4 i + 3, and in the other 128-bit half of each 256 bits column r + 4.
+    let quarter = |i: usize| -> [__m512i; 4] {
+        [
+            _mm512_unpacklo_epi64(lo[2 * i], lo[2 * i + 1]),
+            _mm512_unpackhi_epi64(lo[2 * i], lo[2 * i + 1]),
+            _mm512_unpacklo_epi64(hi[2 * i], hi[2 * i + 1]),
+            _mm512_unpackhi_epi64(hi[2 * i], hi[2 * i + 1]),
+        ]
+    };
+    let (a, b) = (quarter(0), quarter(1));
+    // 128-bit lanes of `a`: columns r, r + 4 of tokens 0 to 3, then of 8 to 11; of `b`: tokens 4 to 7 and 12 to 15.
+    let high_planes = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    let low_planes = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    for r in 0..rows {
+        let row = quad * QUAD + r;
+        let high = _mm512_cvtepi32_ps(_mm512_permutex2var_epi64(a[r], high_planes, b[r]));
+        let low = _mm512_cvtepi32_ps(_mm512_permutex2var_epi64(a[r], low_planes, b[r]));
+        let sum = _mm512_fmadd_ps(high, _mm512_set1_ps(256.0), low);
+        let score = _mm512_fmadd_ps(sum, _mm512_set1_ps(folded.unit[row]), _mm512_set1_ps(folded.offset[row]));
+        // SAFETY: `at` is a multiple of 16 below the block's length.
+        unsafe { _mm512_storeu_ps(scores[row][at..at + TOKENS].as_mut_ptr(), score) }
     }
 }

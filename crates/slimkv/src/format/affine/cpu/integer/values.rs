@@ -30,6 +30,33 @@ pub(crate) struct ValuePlan<'a> {
     rows: Tiles<'a>,
     spread: Spread,
     row_bytes: usize,
+    pairs: Vec<Pair>,
+}
+
+/// Two tiles of codes next to each other that are multiplied by the same weights.
+struct Pair {
+    group: usize,
+    /// The first tile.
+    tile: usize,
+    /// Which of the two are of the group and of the row.
+    valid: Range<usize>,
+}
+
+impl Pair {
+    /// Covers `tiles` tiles of which `per_group` share parameters.
+    fn cover(tiles: usize, per_group: usize) -> Vec<Pair> {
+        let groups = (0..tiles).step_by(per_group).enumerate();
+        groups
+            .flat_map(|(group, start)| {
+                let end = (start + per_group).min(tiles);
+                (start..end).step_by(2).map(move |tile| {
+                    // The buffer of tiles is a multiple of four long: only the last tile of an odd number is moved back.
+                    let first = tile.min(tiles.next_multiple_of(4) - 2);
+                    Pair { group, tile: first, valid: tile - first..(end - first).min(2) }
+                })
+            })
+            .collect()
+    }
 }
 
 impl<'a> ValuePlan<'a> {
@@ -39,7 +66,9 @@ impl<'a> ValuePlan<'a> {
         let served = matches!(isa, Isa::Avx512 | Isa::Amx) && rows.axis == Axis::Channels && whole;
         let (bits, row_bytes) = rows.row_layout();
         let spread = Spread::new(bits, rows.head_dim, row_bytes, Order::Interleaved);
-        served.then_some(ValuePlan { isa, rows, spread, row_bytes })
+        let tiles = rows.head_dim.div_ceil(CHANNELS);
+        let pairs = Pair::cover(tiles, (rows.group / CHANNELS).clamp(1, tiles.max(1)));
+        served.then_some(ValuePlan { isa, rows, spread, row_bytes, pairs })
     }
 }
 
@@ -60,6 +89,9 @@ impl skeleton::ValuePlan for ValuePlan<'_> {
             zero: vec![[0.0; BLOCK]; groups],
             wide: vec![0.0; BLOCK * groups],
             codes: vec![Codes::ZERO; STEPS * 4 * self.spread.chunks()],
+            units: vec![0.0; groups],
+            planes: vec![Codes::ZERO; STEPS * groups],
+            products: vec![[Sums::ZERO; 2]; self.pairs.len()],
         })
     }
 }
@@ -85,6 +117,12 @@ struct IntegerValues<'a> {
     /// `[steps, tiles]`: codes of 64 tokens and 16 channels. Row `4 (q % 4) + q / 4` of a tile holds tokens `4 q` to
     /// `4 q + 3`, the order in which weights are packed.
     codes: Vec<Codes>,
+    /// `[groups]`: what one unit of the planes is worth.
+    units: Vec<f32>,
+    /// `[groups, steps]`: planes of weight times scale.
+    planes: Vec<Codes>,
+    /// The products of each pair of tiles.
+    products: Vec<[Sums; 2]>,
 }
 
 impl Values for IntegerValues<'_> {
@@ -106,6 +144,7 @@ impl Values for IntegerValues<'_> {
 }
 
 impl IntegerValues<'_> {
+    /// Step by step over the whole block, so that no step waits for what the one before has just stored.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn accumulate_avx512(
         &mut self,
@@ -114,51 +153,39 @@ impl IntegerValues<'_> {
         keep: &[f32; MAX_ROWS],
         factor: &[f32; MAX_ROWS],
     ) {
+        let plan = self.plan;
         let steps = tokens.len().div_ceil(STEP);
+        let stride = tile_stride(plan.rows.head_dim);
+        let tiles = 4 * plan.spread.chunks();
         self.load_codes(tokens.clone());
-        for (params, which) in [(self.plan.rows.scale, false), (self.plan.rows.zero, true)] {
-            self.load_params(params, tokens.clone(), which);
-        }
-        let stride = tile_stride(self.plan.rows.head_dim);
-        let tiles = 4 * self.plan.spread.chunks();
-        let tiles_per_group = (self.plan.rows.group / CHANNELS).max(1);
-        let mut planes = [Codes::ZERO; STEPS];
-        let mut sums = [Sums::ZERO; 2];
-        for group in 0..self.groups {
-            let (to_integer, unit) = self.normalize(group);
-            for first in (0..self.rows).step_by(self.tile_rows) {
-                let rows = self.tile_rows.min(self.rows - first);
-                for r in 0..rows {
-                    let row = first + r;
-                    let (keep, factor) = (keep[row], factor[row]);
-                    self.add_zero_points(group, row, &weights.0[row], keep, factor);
-                    for (step, planes) in planes[..steps].iter_mut().enumerate() {
-                        let range = step * STEP..(step + 1) * STEP;
-                        let (high, low) =
-                            weigh(&weights.0[row][range.clone()], &self.scale[group][range], to_integer);
-                        // SAFETY: both rows are below 16 and 64 bytes long.
-                        unsafe {
-                            _mm512_store_si512(planes.0[r].as_mut_ptr().cast(), high);
-                            _mm512_store_si512(planes.0[self.tile_rows + r].as_mut_ptr().cast(), low);
-                        }
-                    }
+        self.load_params(plan.rows.scale, tokens.clone(), false);
+        self.load_params(plan.rows.zero, tokens, true);
+        for first in (0..self.rows).step_by(self.tile_rows) {
+            let rows = first..(first + self.tile_rows).min(self.rows);
+            for group in 0..self.groups {
+                self.units[group] = self.weigh(group, rows.clone(), steps, weights);
+                for row in rows.clone() {
+                    self.add_zero_points(group, row, &weights.0[row], keep[row], factor[row]);
                 }
-                let last = ((group + 1) * tiles_per_group).min(stride / CHANNELS);
-                for tile in (group * tiles_per_group..last).step_by(2) {
-                    // SAFETY: the machine has the instructions; the engine was made for this many rows.
-                    unsafe {
-                        let codes = &self.codes[tile.min(tiles - 2)..];
-                        self.engine.sums(&planes[..steps], 2 * self.tile_rows, codes, tiles, &mut sums);
-                    }
-                    // An odd last tile is the second of its pair where the pair would not fit.
-                    let shift = tile - tile.min(tiles - 2);
-                    for (i, sums) in sums.iter().skip(shift).take(last - tile).enumerate() {
-                        for r in 0..rows {
-                            let row = first + r;
-                            let at = row * stride + (tile + i) * CHANNELS;
-                            let total = &mut self.sums[at..at + CHANNELS];
-                            add(total, &sums.0[r], &sums.0[self.tile_rows + r], keep[row], factor[row] * unit);
-                        }
+            }
+            for (pair, products) in plan.pairs.iter().zip(&mut self.products) {
+                let planes = &self.planes[pair.group * STEPS..][..steps];
+                // SAFETY: the machine has the instructions; the engine was made for this many rows.
+                unsafe { self.engine.sums(planes, 2 * self.tile_rows, &self.codes[pair.tile..], tiles, products) }
+            }
+            for (pair, products) in plan.pairs.iter().zip(&self.products) {
+                for i in pair.valid.clone() {
+                    for (r, row) in rows.clone().enumerate() {
+                        let at = row * stride + (pair.tile + i) * CHANNELS;
+                        let unit = factor[row] * self.units[pair.group];
+                        let products = &products[i].0;
+                        add(
+                            &mut self.sums[at..at + CHANNELS],
+                            &products[r],
+                            &products[self.tile_rows + r],
+                            keep[row],
+                            unit,
+                        );
                     }
                 }
             }
@@ -214,29 +241,51 @@ impl IntegerValues<'_> {
         let to = if zero { &mut self.zero } else { &mut self.scale };
         self.plan.isa.run(Widen { from, to: &mut self.wide });
         self.wide[tokens.len() * groups..].fill(0.0);
-        let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        let index = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(groups as i32));
-        for (group, to) in to.iter_mut().enumerate() {
-            for t in (0..BLOCK).step_by(16) {
-                // SAFETY: the largest index is `(t + 15) * groups + group`, inside `wide`; `to` has `BLOCK` elements.
-                unsafe {
-                    let from = self.wide.as_ptr().add(t * groups + group);
-                    _mm512_storeu_ps(to.as_mut_ptr().add(t), _mm512_i32gather_ps::<4>(index, from));
+        match groups {
+            1 => to[0].copy_from_slice(&self.wide),
+            2 => transpose_params::<2>(&self.wide, to),
+            4 => transpose_params::<4>(&self.wide, to),
+            _ => {
+                for (group, to) in to.iter_mut().enumerate() {
+                    for (to, from) in to.iter_mut().zip(self.wide.iter().skip(group).step_by(groups)) {
+                        *to = *from;
+                    }
                 }
             }
         }
     }
 
-    /// How the scales of a group of channels are mapped to integers, and what one unit is worth.
+    /// The planes of weight times scale of one group of channels; what one unit of them is worth.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn normalize(&self, group: usize) -> (f32, f32) {
+    fn weigh(&mut self, group: usize, rows: Range<usize>, steps: usize, weights: &Block) -> f32 {
+        let scale = &self.scale[group];
+        // SAFETY: `t + 16 <= BLOCK`, the length of a row.
+        let load = |x: &[f32; BLOCK], t: usize| unsafe { _mm512_loadu_ps(x.as_ptr().add(t)) };
         let mut peak = _mm512_setzero_ps();
-        for scale in self.scale[group].chunks_exact(16) {
-            // SAFETY: the chunk has sixteen elements.
-            peak = _mm512_max_ps(peak, _mm512_abs_ps(unsafe { _mm512_loadu_ps(scale.as_ptr()) }));
+        for t in (0..BLOCK).step_by(16) {
+            peak = _mm512_max_ps(peak, _mm512_abs_ps(load(scale, t)));
         }
-        quantizer(_mm512_reduce_max_ps(peak))
+        let (to_integer, unit) = quantizer(_mm512_reduce_max_ps(peak));
+        for step in 0..steps {
+            let planes_of_step = &mut self.planes[group * STEPS + step].0;
+            let scale: [__m512; 4] =
+                std::array::from_fn(|i| _mm512_mul_ps(load(scale, step * STEP + 16 * i), _mm512_set1_ps(to_integer)));
+            for (r, row) in rows.clone().enumerate() {
+                let x: [__m512i; 4] = std::array::from_fn(|i| {
+                    _mm512_cvtps_epi32(_mm512_mul_ps(load(&weights.0[row], step * STEP + 16 * i), scale[i]))
+                });
+                // Bytes come in the order of the packing instructions: four tokens each of the first, second, third and
+                // fourth sixteen, and so on.
+                let (high, low) = cpu::planes([_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])]);
+                // SAFETY: both rows are below 16 and an aligned 64 bytes.
+                unsafe {
+                    _mm512_store_si512(planes_of_step[r].as_mut_ptr().cast(), high);
+                    _mm512_store_si512(planes_of_step[self.tile_rows + r].as_mut_ptr().cast(), low);
+                }
+            }
+        }
+        unit
     }
 
     #[inline]
@@ -263,20 +312,33 @@ impl IntegerValues<'_> {
     }
 }
 
-/// Weight times scale of 64 tokens, as planes. Bytes are in the order of the packing instructions: four tokens each of the
-/// first, second, third and fourth sixteen, and so on.
-#[inline]
+/// `[tokens, G]` to `[G, tokens]`, for `G` 2 or 4.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-fn weigh(weights: &[f32], scale: &[f32], to_integer: f32) -> (__m512i, __m512i) {
-    assert!(weights.len() == STEP && scale.len() == STEP);
-    let to_integer = _mm512_set1_ps(to_integer);
-    let x: [__m512i; 4] = std::array::from_fn(|i| {
-        // SAFETY: `16 i + 16 <= 64`.
-        let (w, s) =
-            unsafe { (_mm512_loadu_ps(weights.as_ptr().add(16 * i)), _mm512_loadu_ps(scale.as_ptr().add(16 * i))) };
-        _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(s, to_integer), w))
-    });
-    cpu::planes([_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])])
+fn transpose_params<const G: usize>(from: &[f32], to: &mut [[f32; BLOCK]]) {
+    assert!(from.len() == G * BLOCK && to.len() == G);
+    // Within a register the tokens of each group together, then those parts of `G` registers.
+    let index: [i32; 16] = std::array::from_fn(|i| (i % (16 / G) * G + i / (16 / G)) as i32);
+    for t in (0..BLOCK).step_by(16) {
+        // SAFETY: registers `t G / 16` to `t G / 16 + G - 1` are inside `from`; `t + 16` is inside a row of `to`.
+        unsafe {
+            let index = _mm512_loadu_si512(index.as_ptr().cast());
+            let x: [__m512; G] = std::array::from_fn(|i| {
+                _mm512_permutexvar_ps(index, _mm512_loadu_ps(from.as_ptr().add(t * G + 16 * i)))
+            });
+            let mut store = |group: usize, x: __m512| _mm512_storeu_ps(to[group].as_mut_ptr().add(t), x);
+            if G == 2 {
+                store(0, _mm512_shuffle_f32x4::<0b01_00_01_00>(x[0], x[1]));
+                store(1, _mm512_shuffle_f32x4::<0b11_10_11_10>(x[0], x[1]));
+            } else {
+                let low = [0, 2].map(|i| _mm512_shuffle_f32x4::<0b01_00_01_00>(x[i], x[i + 1]));
+                let high = [0, 2].map(|i| _mm512_shuffle_f32x4::<0b11_10_11_10>(x[i], x[i + 1]));
+                store(0, _mm512_shuffle_f32x4::<0b10_00_10_00>(low[0], low[1]));
+                store(1, _mm512_shuffle_f32x4::<0b11_01_11_01>(low[0], low[1]));
+                store(2, _mm512_shuffle_f32x4::<0b10_00_10_00>(high[0], high[1]));
+                store(3, _mm512_shuffle_f32x4::<0b11_01_11_01>(high[0], high[1]));
+            }
+        }
+    }
 }
 
 /// `total = total * keep + (256 high + low) * unit`.

@@ -84,12 +84,25 @@ pub(crate) trait ReadRows: Send + Sync + 'static {
         out: &mut Array<f32>,
         #[comptime] layout: Layout,
     );
+
+    /// The same, every operation rounded as the definition says; `zero` as in [`pin`](crate::gpu::float::pin).
+    fn exact_block<C: Size, P: Size>(
+        codes: &Array<Vector<u32, C>>,
+        first: &Array<Vector<u32, P>>,
+        second: &Array<Vector<u32, P>>,
+        at: Place,
+        channel: u32,
+        out: &mut Array<f32>,
+        zero: u32,
+        #[comptime] layout: Layout,
+    );
 }
 
 /// A word of an array, from whichever vectors it is bound in.
 #[cube]
 pub(crate) fn word<N: Size>(array: &Array<Vector<u32, N>>, index: u32) -> u32 {
-    let width = comptime!(N::value() as u32);
+    let width = N::value();
+    let width = comptime!(width as u32);
     if comptime!(width == 1) {
         array[index as usize][0]
     } else {
@@ -123,7 +136,7 @@ pub(crate) fn float_block<N: Size>(
     out: &mut Array<f32>,
     #[comptime] dtype: DType,
 ) {
-    let width = comptime!(N::value());
+    let width = N::value();
     if comptime!(width == 1) {
         #[unroll]
         for i in 0..BLOCK {

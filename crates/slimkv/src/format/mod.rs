@@ -14,7 +14,7 @@ pub(crate) mod decode_cpu;
 mod write;
 mod write_cpu;
 #[cfg(feature = "gpu")]
-mod write_gpu;
+pub(crate) mod write_gpu;
 
 use crate::{Device, Result, Tensor};
 

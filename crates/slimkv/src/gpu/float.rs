@@ -3,6 +3,8 @@
 use cubecl::prelude::*;
 use half::f16;
 
+use crate::DType;
+
 /// A stand-in for minus infinity that survives compilers which assume that there are no infinities.
 pub(crate) const LOWEST: f32 = -3.0e38;
 
@@ -58,4 +60,14 @@ pub(crate) fn from_f16(bits: u32) -> f32 {
 #[cube]
 pub(crate) fn to_f16(x: f32) -> u32 {
     u32::cast_from(u16::reinterpret(f16::cast_from(x)))
+}
+
+/// The bits of a float as `dtype` stores it.
+#[cube]
+pub(crate) fn stored<O: Numeric>(x: f32, #[comptime] dtype: DType) -> O {
+    match comptime!(dtype) {
+        DType::F16 => O::cast_from(to_f16(x)),
+        DType::BF16 => O::cast_from(to_bf16(x)),
+        _ => O::cast_from(u32::reinterpret(x)),
+    }
 }

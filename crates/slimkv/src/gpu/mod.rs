@@ -7,7 +7,10 @@ mod buffer;
 mod cache;
 pub(crate) mod float;
 mod launch;
+#[cfg(all(test, feature = "lowering"))]
+mod lowering;
 mod probe;
+mod warm;
 
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -17,8 +20,9 @@ use cubecl::prelude::ComputeClient;
 
 pub use buffer::Buffer;
 pub use cache::{KernelCache, enable_kernel_cache, kernel_cache};
-pub(crate) use launch::{fill, grid, small, word_array};
+pub(crate) use launch::{UNITS, fill, grid, small, word_array};
 pub use probe::{Probe, probe_all};
+pub use warm::{COMMON, HeadShape, Warmed, warm};
 
 use crate::{Device, DeviceKind, Error, Result};
 
@@ -40,6 +44,10 @@ pub(crate) enum Client {
     Cuda(ComputeClient<cubecl_cuda::CudaRuntime>),
     #[cfg(has_wgpu)]
     Wgpu(ComputeClient<cubecl_wgpu::WgpuRuntime>),
+    #[cfg(all(test, feature = "lowering"))]
+    LoweredCuda(ComputeClient<lowering::Lower<lowering::Cuda90>>),
+    #[cfg(all(test, feature = "lowering"))]
+    LoweredMsl(ComputeClient<lowering::Lower<lowering::Msl>>),
 }
 
 /// Evaluates `$body` with `$client` bound to the typed client of a [`Gpu`]: the one place that knows the runtimes.
@@ -50,6 +58,10 @@ macro_rules! with_client {
             $crate::gpu::Client::Cuda(ref $client) => $body,
             #[cfg(has_wgpu)]
             $crate::gpu::Client::Wgpu(ref $client) => $body,
+            #[cfg(all(test, feature = "lowering"))]
+            $crate::gpu::Client::LoweredCuda(ref $client) => $body,
+            #[cfg(all(test, feature = "lowering"))]
+            $crate::gpu::Client::LoweredMsl(ref $client) => $body,
         }
     };
 }

@@ -1,6 +1,6 @@
 //! The prefill skeleton on the GPU.
 
-use crate::attend::decode::gpu::{Cut, attend_cut};
+use crate::attend::decode::gpu::attend_split;
 use crate::attend::{Attended, Geometry, Options, Segment};
 use crate::gpu::Gpu;
 use crate::{Result, Tensor};
@@ -14,10 +14,5 @@ pub(crate) fn attend(
     options: Options,
     geometry: Geometry,
 ) -> Result<Attended> {
-    let whole = |visible: usize| visible;
-    let cuts: Vec<Vec<Cut>> = segments
-        .iter()
-        .map(|s| s.spans.iter().map(|&span| Cut::new(span, geometry.s_q, options, whole)).collect())
-        .collect();
-    attend_cut(op, gpu, q, segments, options, geometry, &cuts)
+    attend_split(op, gpu, q, segments, options, geometry, |visible| visible)
 }

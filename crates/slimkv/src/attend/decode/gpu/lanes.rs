@@ -4,10 +4,12 @@
 //! from shared memory; for the output a unit is a block of channels of every n-th token of the tile, and reads the
 //! weights from shared memory. Every decoded block of a row serves all query rows of the cube.
 
+use std::ops::Range;
+
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{Cut, Parts, Queries};
+use super::{Cut, MAX_ROWS, Parts, Queries};
 use crate::DType;
 use crate::attend::{Geometry, Options};
 use crate::format::gpu::{BLOCK, Layout, ReadRows, Side, float_at, place};
@@ -57,8 +59,8 @@ impl Lanes {
         let planes = units / (hardware.plane_size_min.max(1) as usize);
         let limit = hardware.max_shared_memory_size.min(48 << 10);
         let bytes = |rows: usize| 4 * (rows * (blocks * BLOCK + units + planes) + BLOCK * units);
-        let wanted = (geometry.group() * geometry.s_q).min(super::super::MAX_ROWS);
-        let rows = (1..=wanted).rev().find(|&rows| bytes(rows) <= limit)?;
+        let wanted = (geometry.group() * geometry.s_q).min(MAX_ROWS);
+        let rows = [wanted, 8, 4, 2, 1].into_iter().find(|&rows| rows <= wanted && bytes(rows) <= limit)?;
         (units <= hardware.max_units_per_cube as usize).then_some(Lanes { geometry, units, rows, planes })
     }
 
@@ -71,12 +73,12 @@ impl Lanes {
         keys: &Side,
         values: &Side,
         cuts: &Handle,
-        splits: usize,
-        first_slot: usize,
+        slots: Range<usize>,
         parts: &Parts,
         options: Options,
     ) {
         let g = self.geometry;
+        let splits = slots.len();
         let row_blocks = (g.group() * g.s_q).div_ceil(self.rows);
         let cubes = g.batch * g.kv_heads * row_blocks * splits;
         let shape = Shape {
@@ -113,8 +115,10 @@ impl Lanes {
                 g.kv_heads as u32,
                 g.group() as u32,
                 g.s_q as u32,
+                queries.first as u32,
+                queries.of as u32,
                 keys.capacity,
-                first_slot as u32,
+                slots.start as u32,
                 parts.slots as u32,
                 options.scale,
                 u32::from(options.causal),
@@ -146,6 +150,8 @@ fn lanes<K: ReadRows, V: ReadRows, KC: Size, KP: Size, VC: Size, VP: Size>(
     kv_heads: u32,
     group: u32,
     s_q: u32,
+    q_first: u32,
+    q_of: u32,
     capacity: u32,
     first_slot: u32,
     slots: u32,
@@ -214,7 +220,7 @@ fn lanes<K: ReadRows, V: ReadRows, KC: Size, KP: Size, VC: Size, VP: Size>(
         let mut four = Vector::<f32, Const<4>>::new(0.0f32);
         if row < all_rows {
             let head = matrix * group + row % group;
-            let at = (head * s_q + row / group) * head_dim;
+            let at = (head * q_of + q_first + row / group) * head_dim;
             #[unroll]
             for c in 0..4usize {
                 if channel + comptime!(c as u32) < head_dim {

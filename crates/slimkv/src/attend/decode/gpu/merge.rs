@@ -3,23 +3,27 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::Parts;
+use super::{Parts, Queries};
 use crate::DType;
-use crate::gpu::float::{LOWEST, to_bf16, to_f16};
+use crate::attend::Geometry;
+use crate::gpu::float::{LOWEST, stored};
 use crate::gpu::{grid, word_array};
 
 const UNITS: u32 = 64;
 
-/// Merges `parts` into the output `[rows, D]` and the log-sum-exp `[rows]`.
+/// Merges the partial results of some queries into the output `[B, Hq, Sq, D]` and the log-sum-exp `[B, Hq, Sq]`.
 pub(crate) fn merge<R: Runtime>(
     client: &ComputeClient<R>,
     parts: &Parts,
-    rows: usize,
-    head_dim: usize,
+    queries: &Queries,
+    geometry: Geometry,
     dtype: DType,
     out: &Handle,
     lse: &Handle,
 ) {
+    let head_dim = geometry.head_dim;
+    let heads = geometry.batch * geometry.q_heads;
+    let (rows, all_rows) = (heads * geometry.s_q, heads * queries.of);
     let launch = match dtype.size() {
         2 => merge_slots::launch_unchecked::<u16, R>,
         _ => merge_slots::launch_unchecked::<u32, R>,
@@ -32,24 +36,17 @@ pub(crate) fn merge<R: Runtime>(
             CubeDim::new_1d(UNITS),
             word_array(&parts.out, rows * parts.slots * head_dim),
             word_array(&parts.ml, rows * parts.slots * 2),
-            word_array(out, rows * head_dim),
-            word_array(lse, rows),
+            word_array(out, all_rows * head_dim),
+            word_array(lse, all_rows),
             rows as u32,
             parts.slots as u32,
+            geometry.s_q as u32,
+            queries.first as u32,
+            queries.of as u32,
             f32::NEG_INFINITY,
             head_dim as u32,
             dtype,
         );
-    }
-}
-
-/// The bits of a float as `dtype` stores it.
-#[cube]
-pub(crate) fn stored<O: Numeric>(x: f32, #[comptime] dtype: DType) -> O {
-    match comptime!(dtype) {
-        DType::F16 => O::cast_from(to_f16(x)),
-        DType::BF16 => O::cast_from(to_bf16(x)),
-        _ => O::cast_from(u32::reinterpret(x)),
     }
 }
 
@@ -62,6 +59,9 @@ fn merge_slots<O: Numeric>(
     lse: &mut Array<f32>,
     rows: u32,
     slots: u32,
+    s_q: u32,
+    q_first: u32,
+    q_of: u32,
     no_token: f32,
     #[comptime] head_dim: u32,
     #[comptime] dtype: DType,
@@ -70,6 +70,7 @@ fn merge_slots<O: Numeric>(
     if row >= rows {
         terminate!();
     }
+    let target = (row / s_q) * q_of + q_first + row % s_q;
     let first = row * slots;
     let mut most = f32::new(LOWEST);
     for s in 0..slots {
@@ -91,9 +92,9 @@ fn merge_slots<O: Numeric>(
             }
         }
         let value = select(sum > 0.0f32, acc / sum, 0.0f32);
-        out[(row * head_dim + c) as usize] = stored::<O>(value, dtype);
+        out[(target * head_dim + c) as usize] = stored::<O>(value, dtype);
     }
     if UNIT_POS == 0u32 {
-        lse[row as usize] = select(sum > 0.0f32, most + f32::ln(sum), no_token);
+        lse[target as usize] = select(sum > 0.0f32, most + f32::ln(sum), no_token);
     }
 }

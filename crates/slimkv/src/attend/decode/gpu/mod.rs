@@ -15,14 +15,18 @@
 mod lanes;
 mod merge;
 
+use std::ops::Range;
+
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 pub(crate) use lanes::{Lanes, TILE};
 pub(crate) use merge::merge;
 
+use super::MAX_ROWS;
 use crate::attend::{Attended, Geometry, Options, Segment, Span};
-use crate::format::gpu::{Side, bound, with_format};
+use crate::format::gpu::{bound, with_format};
+use crate::format::write_gpu::check_extent;
 use crate::gpu::{Gpu, small, with_client};
 use crate::{DType, Result, Tensor};
 
@@ -101,9 +105,16 @@ pub(crate) struct Queries {
     pub words: usize,
     /// The element type.
     pub dtype: DType,
+    /// The first query of this pass.
+    pub first: usize,
+    /// Queries of a head in the whole tensor.
+    pub of: usize,
 }
 
-/// Attention of up to [`MAX_ROWS`](super::MAX_ROWS) query rows a KV head.
+/// Bytes of partial results that one pass may take; more queries than fit take several passes.
+const PART_BYTES: usize = 256 << 20;
+
+/// Attention of up to [`MAX_ROWS`] query rows a KV head.
 pub(crate) fn attend(
     op: &'static str,
     gpu: &Gpu,
@@ -112,52 +123,80 @@ pub(crate) fn attend(
     options: Options,
     geometry: Geometry,
 ) -> Result<Attended> {
-    let cuts: Vec<Vec<Cut>> = segments
-        .iter()
-        .map(|s| s.spans.iter().map(|&span| Cut::new(span, geometry.s_q, options, chunk(geometry.kv_heads))).collect())
-        .collect();
-    attend_cut(op, gpu, q, segments, options, geometry, &cuts)
+    attend_split(op, gpu, q, segments, options, geometry, chunk(geometry.kv_heads))
 }
 
-/// Attention over segments that are cut up: partial results of each, then the merge.
-pub(crate) fn attend_cut(
+/// Attention over splits of `chunk(visible tokens)` tokens: partial results of each segment, then the merge.
+pub(crate) fn attend_split(
     op: &'static str,
     gpu: &Gpu,
     q: &Tensor,
     segments: &[Segment],
     options: Options,
     geometry: Geometry,
-    cuts: &[Vec<Cut>],
+    chunk: impl Fn(usize) -> usize,
 ) -> Result<Attended> {
-    let rows = geometry.batch * geometry.q_heads * geometry.s_q;
-    let out_shape = [geometry.batch, geometry.q_heads, geometry.s_q, geometry.head_dim];
-    let out = gpu.empty(op, rows * geometry.head_dim * options.out_dtype.size())?;
-    let lse = gpu.empty(op, rows * 4)?;
-    if rows > 0 {
-        let splits: Vec<usize> = cuts.iter().map(|c| c.iter().map(|cut| cut.splits()).max().unwrap_or(0)).collect();
-        let slots: usize = splits.iter().sum();
-        let part_o = gpu.empty(op, rows * slots * geometry.head_dim * 4)?;
+    let Geometry { batch, q_heads, s_q, head_dim, .. } = geometry;
+    for segment in segments {
+        check_extent(op, gpu, segment.keys.shape())?;
+    }
+    let shape = [batch, q_heads, s_q, head_dim];
+    let out = gpu.empty(op, batch * q_heads * s_q * head_dim * options.out_dtype.size())?;
+    let lse = gpu.empty(op, batch * q_heads * s_q * 4)?;
+    let (handle, words) = bound(q);
+    let mut first = 0;
+    while first < s_q && batch * q_heads > 0 {
+        let all: Vec<Vec<Cut>> = cuts(segments, first, s_q - first, options, &chunk);
+        let slots: usize = splits(&all).iter().sum();
+        let a_query = batch * q_heads * slots * head_dim * 4;
+        // Whole blocks of rows, so that where a pass ends changes no sum.
+        let count = (PART_BYTES / a_query.max(1) / MAX_ROWS * MAX_ROWS).max(MAX_ROWS).min(s_q - first);
+        // Fewer queries see no more tokens, so the slots still suffice.
+        let some = if count < s_q - first { cuts(segments, first, count, options, &chunk) } else { all };
+        let splits = splits(&some);
+        let rows = batch * q_heads * count;
+        let part_o = gpu.empty(op, rows * slots * head_dim * 4)?;
         let part_ml = gpu.empty(op, rows * slots * 8)?;
-        let parts = Parts { out: part_o.handle().clone(), ml: part_ml.handle().clone(), slots };
-        let (handle, words) = bound(q);
-        let queries = Queries { handle, words, dtype: q.dtype() };
+        let parts = Parts { out: part_o.handle().clone(), ml: part_ml.handle().clone(), slots: splits.iter().sum() };
+        let queries = Queries { handle: handle.clone(), words, dtype: q.dtype(), first, of: s_q };
+        let part = Geometry { s_q: count, ..geometry };
         let mut slot = 0;
-        for ((segment, cuts), &splits) in segments.iter().zip(cuts).zip(&splits) {
+        for ((segment, cuts), &splits) in segments.iter().zip(&some).zip(&splits) {
             if splits > 0 {
+                let slots = slot..slot + splits;
                 with_client!(gpu, client => {
-                    segment_parts(op, gpu, client, &queries, segment, cuts, splits, slot, &parts, options, geometry)?;
+                    segment_parts(op, gpu, client, &queries, segment, cuts, slots, &parts, options, part)?;
                 });
             }
             slot += splits;
         }
-        with_client!(gpu, client => merge(
-            client, &parts, rows, geometry.head_dim, options.out_dtype, out.handle(), lse.handle()
-        ));
+        with_client!(gpu, client => {
+            merge(client, &parts, &queries, part, options.out_dtype, out.handle(), lse.handle())
+        });
+        first += count;
     }
     Ok(Attended {
-        out: Tensor::from_gpu_buffer(options.out_dtype, &out_shape, out),
-        lse: Tensor::from_gpu_buffer(DType::F32, &out_shape[..3], lse),
+        out: Tensor::from_gpu_buffer(options.out_dtype, &shape, out),
+        lse: Tensor::from_gpu_buffer(DType::F32, &shape[..3], lse),
     })
+}
+
+/// The cuts of every segment for `count` queries from `first` on.
+fn cuts(
+    segments: &[Segment],
+    first: usize,
+    count: usize,
+    options: Options,
+    chunk: impl Fn(usize) -> usize,
+) -> Vec<Vec<Cut>> {
+    let moved = |span: &Span| Span { q_offset: span.q_offset.saturating_add(first as i64), ..*span };
+    let of = |s: &Segment| s.spans.iter().map(|span| Cut::new(moved(span), count, options, &chunk)).collect();
+    segments.iter().map(of).collect()
+}
+
+/// The splits of every segment: those of the sequence that has most.
+fn splits(cuts: &[Vec<Cut>]) -> Vec<usize> {
+    cuts.iter().map(|c| c.iter().map(|cut| cut.splits()).max().unwrap_or(0)).collect()
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -168,8 +207,7 @@ fn segment_parts<R: Runtime>(
     queries: &Queries,
     segment: &Segment,
     cuts: &[Cut],
-    splits: usize,
-    first_slot: usize,
+    slots: Range<usize>,
     parts: &Parts,
     options: Options,
     geometry: Geometry,
@@ -180,39 +218,8 @@ fn segment_parts<R: Runtime>(
         gpu.unsupported(op, "q", format!("head dimensions whose tile fits {limit} bytes"), geometry.head_dim)
     })?;
     let cuts = small(client, &table(cuts));
-    launch_lanes(
-        client,
-        lanes,
-        queries,
-        &segment.keys,
-        &keys,
-        &segment.values,
-        &values,
-        &cuts,
-        splits,
-        first_slot,
-        parts,
-        options,
-    );
-    Ok(())
-}
-
-#[allow(clippy::too_many_arguments)]
-fn launch_lanes<R: Runtime>(
-    client: &ComputeClient<R>,
-    lanes: Lanes,
-    queries: &Queries,
-    key_rows: &crate::format::Rows,
-    keys: &Side,
-    value_rows: &crate::format::Rows,
-    values: &Side,
-    cuts: &Handle,
-    splits: usize,
-    first_slot: usize,
-    parts: &Parts,
-    options: Options,
-) {
-    with_format!(key_rows, K => with_format!(value_rows, V => {
-        lanes.launch::<K, V, R>(client, queries, keys, values, cuts, splits, first_slot, parts, options)
+    with_format!(&segment.keys, K => with_format!(&segment.values, V => {
+        lanes.launch::<K, V, R>(client, queries, &keys, &values, &cuts, slots, parts, options)
     }));
+    Ok(())
 }

@@ -1,12 +1,15 @@
 //! Group-affine rows in kernels.
 
 mod convert;
+mod quantize;
 
 use cubecl::prelude::*;
 
 pub(super) use convert::{dequantize, quantize, round_trip};
+pub(crate) use quantize::{Quantize, Target};
 
 use crate::format::gpu::{BLOCK, Layout, Place, ReadRows, float_at, float_block, word};
+use crate::gpu::float::pin;
 
 /// [`Affine`](super::Affine) rows.
 pub(crate) struct AffineRows;
@@ -23,19 +26,62 @@ impl ReadRows for AffineRows {
         #[comptime] layout: Layout,
     ) {
         let mut scale = Array::<f32>::new(BLOCK);
-        let mut zero = Array::<f32>::new(BLOCK);
-        params::<P>(first, at, channel, &mut scale, layout);
-        params::<P>(second, at, channel, &mut zero, layout);
-        code_block::<C>(codes, at.row, channel, out, layout);
+        let mut zero_point = Array::<f32>::new(BLOCK);
+        read::<C, P>(codes, first, second, at, channel, &mut scale, &mut zero_point, out, layout);
         #[unroll]
         for i in 0..BLOCK {
-            out[i] = out[i] * scale[i] + zero[i];
+            out[i] = out[i] * scale[i] + zero_point[i];
         }
-        if comptime!(!layout.head_dim.is_multiple_of(BLOCK as u32)) {
-            #[unroll]
-            for i in 0..BLOCK {
-                out[i] = select(channel + comptime!(i as u32) < comptime!(layout.head_dim), out[i], 0.0f32);
-            }
+        clear_past_end(channel, out, layout);
+    }
+
+    fn exact_block<C: Size, P: Size>(
+        codes: &Array<Vector<u32, C>>,
+        first: &Array<Vector<u32, P>>,
+        second: &Array<Vector<u32, P>>,
+        at: Place,
+        channel: u32,
+        out: &mut Array<f32>,
+        zero: u32,
+        #[comptime] layout: Layout,
+    ) {
+        let mut scale = Array::<f32>::new(BLOCK);
+        let mut zero_point = Array::<f32>::new(BLOCK);
+        read::<C, P>(codes, first, second, at, channel, &mut scale, &mut zero_point, out, layout);
+        #[unroll]
+        for i in 0..BLOCK {
+            out[i] = pin(out[i] * scale[i], zero) + zero_point[i];
+        }
+        clear_past_end(channel, out, layout);
+    }
+}
+
+/// Codes as floats, scales and zero points of a block.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn read<C: Size, P: Size>(
+    codes: &Array<Vector<u32, C>>,
+    first: &Array<Vector<u32, P>>,
+    second: &Array<Vector<u32, P>>,
+    at: Place,
+    channel: u32,
+    scale: &mut Array<f32>,
+    zero_point: &mut Array<f32>,
+    out: &mut Array<f32>,
+    #[comptime] layout: Layout,
+) {
+    params::<P>(first, at, channel, scale, layout);
+    params::<P>(second, at, channel, zero_point, layout);
+    code_block::<C>(codes, at.row, channel, out, layout);
+}
+
+/// Channels past the end decode to 0.
+#[cube]
+fn clear_past_end(channel: u32, out: &mut Array<f32>, #[comptime] layout: Layout) {
+    if comptime!(!layout.head_dim.is_multiple_of(BLOCK as u32)) {
+        #[unroll]
+        for i in 0..BLOCK {
+            out[i] = select(channel + comptime!(i as u32) < comptime!(layout.head_dim), out[i], 0.0f32);
         }
     }
 }
@@ -117,7 +163,8 @@ pub(crate) fn code_block<C: Size>(
     } else {
         // Whole words: one vector where rows are whole blocks, else words up to the end of the row.
         let count = comptime!(BLOCK as u32 * layout.bits / 32);
-        let width = comptime!(C::value() as u32);
+        let width = C::value();
+        let width = comptime!(width as u32);
         let start = row * words;
         #[unroll]
         for w in 0..count {

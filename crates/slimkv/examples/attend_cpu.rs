@@ -61,7 +61,8 @@ fn decode(format: &str, tokens: usize, stream: f64) -> Result<()> {
     let caches: Vec<Segment> = (0..count).map(|_| segment(format, tokens, &mut seed)).collect::<Result<_>>()?;
     let q = floats(&[1, HQ, 1, D], &mut seed)?;
     let mut seconds = Vec::new();
-    for round in 0..(100 / count).max(2) {
+    let rounds = std::env::var("ROUNDS").ok().and_then(|n| n.parse().ok()).unwrap_or((100 / count).max(2));
+    for round in 0..rounds {
         for cache in &caches {
             let start = clock();
             attend(OP, &q, std::slice::from_ref(cache), options(false))?;

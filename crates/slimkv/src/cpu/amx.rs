@@ -1,17 +1,13 @@
 //! Advanced Matrix Extensions: 16 x 64 byte tiles, and the product of two of them in 16 cycles.
 //!
-//! Stable Rust has no intrinsics for them, so the instructions are written out. The tiles that are used:
-//!
-//! ```text
-//! 0, 1  sums over values      2  weights (as many rows as sums)    3  codes of values
-//! 4     scores                5  codes of keys                     6  queries
-//! ```
+//! Stable Rust has no intrinsics for them, so the instructions are written out. Tiles 0 to 3 are sums, 4 and 5 left and 6
+//! and 7 right operands: a product takes 52 cycles but one can start every 16, so four sums are worked on at a time.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::sync::OnceLock;
 
-use super::product::{Codes, Sums};
+use super::product::{Steps, Sums};
 
 /// Whether the processor has the instructions and the system lets this process use them.
 pub(super) fn available() -> bool {
@@ -50,7 +46,7 @@ fn permitted() -> bool {
 }
 
 /// The tile registers, configured on this thread until it is dropped.
-pub(crate) struct Session(());
+pub(super) struct Tiles(());
 
 #[repr(C, align(64))]
 struct Config {
@@ -61,93 +57,137 @@ struct Config {
     rows: [u8; 16],
 }
 
-impl Session {
-    /// Configures the tiles; sums over values have `rows` rows.
+impl Tiles {
+    /// Configures all tiles at their full size.
     ///
     /// # Safety
     ///
     /// [`available`] is true.
-    pub unsafe fn new(rows: usize) -> Self {
-        let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], column_bytes: [0; 16], rows: [0; 16] };
-        config.column_bytes[..7].fill(64);
-        config.rows[..7].fill(16);
-        config.rows[..3].fill(rows.clamp(1, 16) as u8);
+    pub unsafe fn new() -> Self {
+        let mut config =
+            Config { palette: 1, start_row: 0, reserved: [0; 14], column_bytes: [0; 16], rows: [0; 16] };
+        config.column_bytes[..8].fill(64);
+        config.rows[..8].fill(16);
         // SAFETY: the configuration is valid: palette 1, at most 16 rows of 64 bytes.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) }
-        Session(())
+        Tiles(())
+    }
+
+    /// `sums[i] = sum over j of left[i][j] * right[i][j]` for four `i` and `steps` `j`; the left operand is unsigned and
+    /// the right one signed.
+    ///
+    /// # Safety
+    ///
+    /// This is the thread that configured the tiles.
+    #[inline(always)]
+    pub unsafe fn unsigned_signed(&self, left: [Steps; 4], right: [Steps; 4], steps: usize, sums: &mut [Sums; 4]) {
+        // SAFETY: tiles are 16 rows of 64 bytes, as configured.
+        unsafe {
+            self.zero();
+            for j in 0..steps {
+                asm!(
+                    "tileloadd tmm4, [{l0} + {stride}]",
+                    "tileloadd tmm6, [{r0} + {stride}]",
+                    "tdpbusd tmm0, tmm4, tmm6",
+                    "tileloadd tmm5, [{l1} + {stride}]",
+                    "tileloadd tmm7, [{r1} + {stride}]",
+                    "tdpbusd tmm1, tmm5, tmm7",
+                    "tileloadd tmm4, [{l2} + {stride}]",
+                    "tileloadd tmm6, [{r2} + {stride}]",
+                    "tdpbusd tmm2, tmm4, tmm6",
+                    "tileloadd tmm5, [{l3} + {stride}]",
+                    "tileloadd tmm7, [{r3} + {stride}]",
+                    "tdpbusd tmm3, tmm5, tmm7",
+                    l0 = in(reg) left[0].at(j), l1 = in(reg) left[1].at(j),
+                    l2 = in(reg) left[2].at(j), l3 = in(reg) left[3].at(j),
+                    r0 = in(reg) right[0].at(j), r1 = in(reg) right[1].at(j),
+                    r2 = in(reg) right[2].at(j), r3 = in(reg) right[3].at(j),
+                    stride = in(reg) 64usize,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack, readonly),
+                );
+            }
+            self.store(sums);
+        }
+    }
+
+    /// As [`unsigned_signed`](Self::unsigned_signed) with a signed left and an unsigned right operand.
+    ///
+    /// # Safety
+    ///
+    /// As there.
+    #[inline(always)]
+    pub unsafe fn signed_unsigned(&self, left: [Steps; 4], right: [Steps; 4], steps: usize, sums: &mut [Sums; 4]) {
+        // SAFETY: as above.
+        unsafe {
+            self.zero();
+            for j in 0..steps {
+                asm!(
+                    "tileloadd tmm4, [{l0} + {stride}]",
+                    "tileloadd tmm6, [{r0} + {stride}]",
+                    "tdpbsud tmm0, tmm4, tmm6",
+                    "tileloadd tmm5, [{l1} + {stride}]",
+                    "tileloadd tmm7, [{r1} + {stride}]",
+                    "tdpbsud tmm1, tmm5, tmm7",
+                    "tileloadd tmm4, [{l2} + {stride}]",
+                    "tileloadd tmm6, [{r2} + {stride}]",
+                    "tdpbsud tmm2, tmm4, tmm6",
+                    "tileloadd tmm5, [{l3} + {stride}]",
+                    "tileloadd tmm7, [{r3} + {stride}]",
+                    "tdpbsud tmm3, tmm5, tmm7",
+                    l0 = in(reg) left[0].at(j), l1 = in(reg) left[1].at(j),
+                    l2 = in(reg) left[2].at(j), l3 = in(reg) left[3].at(j),
+                    r0 = in(reg) right[0].at(j), r1 = in(reg) right[1].at(j),
+                    r2 = in(reg) right[2].at(j), r3 = in(reg) right[3].at(j),
+                    stride = in(reg) 64usize,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack, readonly),
+                );
+            }
+            self.store(sums);
+        }
+    }
+
+    /// # Safety
+    ///
+    /// `self` proves that the tiles are configured.
+    #[inline(always)]
+    unsafe fn zero(&self) {
+        // SAFETY: zeroing configured tiles touches no memory.
+        unsafe {
+            asm!(
+                "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                options(nostack, nomem),
+            );
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As for [`zero`](Self::zero).
+    #[inline(always)]
+    unsafe fn store(&self, sums: &mut [Sums; 4]) {
+        // SAFETY: each of the four is 16 rows of 64 bytes.
+        unsafe {
+            asm!(
+                "tilestored [{sums} + {stride}], tmm0",
+                "tilestored [{sums} + {stride} + 1024], tmm1",
+                "tilestored [{sums} + {stride} + 2048], tmm2",
+                "tilestored [{sums} + {stride} + 3072], tmm3",
+                sums = in(reg) sums,
+                stride = in(reg) 64usize,
+                options(nostack),
+            );
+        }
     }
 }
 
-impl Drop for Session {
+impl Drop for Tiles {
     fn drop(&mut self) {
         // SAFETY: releasing the tiles has no precondition where AMX is there.
         unsafe { asm!("tilerelease", options(nostack, nomem)) }
-    }
-}
-
-/// `scores = keys * queries`; codes are unsigned, queries signed.
-///
-/// # Safety
-///
-/// A [`Session`] is alive on this thread, and there are as many tiles of queries as of keys.
-#[inline(always)]
-pub(super) unsafe fn scores(keys: &[Codes], queries: &[Codes], scores: &mut Sums) {
-    // SAFETY: tiles are 16 rows of 64 bytes, as configured.
-    unsafe {
-        asm!("tilezero tmm4", out("tmm4") _, options(nostack, nomem));
-        for (key, query) in keys.iter().zip(queries) {
-            asm!(
-                "tileloadd tmm5, [{key} + {stride}]",
-                "tileloadd tmm6, [{query} + {stride}]",
-                "tdpbusd tmm4, tmm5, tmm6",
-                key = in(reg) key,
-                query = in(reg) query,
-                stride = in(reg) 64usize,
-                out("tmm4") _, out("tmm5") _, out("tmm6") _,
-                options(nostack, readonly),
-            );
-        }
-        asm!(
-            "tilestored [{sums} + {stride}], tmm4",
-            sums = in(reg) scores,
-            stride = in(reg) 64usize,
-            options(nostack),
-        );
-    }
-}
-
-/// Two tiles of `sums = weights * codes`; weights are signed, codes unsigned. Step `i` of the codes of tile `j` is
-/// `codes[i * step + j]`.
-///
-/// # Safety
-///
-/// As for [`scores`]; every such index is inside `codes`.
-#[inline(always)]
-pub(super) unsafe fn sums(weights: &[Codes], codes: *const Codes, step: usize, sums: &mut [Sums; 2]) {
-    // SAFETY: as above; weights and sums have as many rows as were configured, at most 16.
-    unsafe {
-        asm!("tilezero tmm0", "tilezero tmm1", out("tmm0") _, out("tmm1") _, options(nostack, nomem));
-        for (i, weights) in weights.iter().enumerate() {
-            let codes = codes.add(i * step);
-            asm!(
-                "tileloadd tmm2, [{weights} + {stride}]",
-                "tileloadd tmm3, [{codes} + {stride}]",
-                "tdpbsud tmm0, tmm2, tmm3",
-                "tileloadd tmm3, [{codes} + {stride} + 1024]",
-                "tdpbsud tmm1, tmm2, tmm3",
-                weights = in(reg) weights,
-                codes = in(reg) codes,
-                stride = in(reg) 64usize,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                options(nostack, readonly),
-            );
-        }
-        asm!(
-            "tilestored [{sums} + {stride}], tmm0",
-            "tilestored [{sums} + {stride} + 1024], tmm1",
-            sums = in(reg) sums,
-            stride = in(reg) 64usize,
-            options(nostack),
-        );
     }
 }

@@ -9,6 +9,7 @@ pub(crate) mod math;
 pub mod roofline;
 mod scalar;
 mod simd;
+mod worker;
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -25,6 +26,7 @@ use std::cell::Cell;
 use std::sync::OnceLock;
 
 pub(crate) use simd::{Kernel, Simd};
+pub(crate) use worker::Worker;
 
 use crate::{Error, Result};
 

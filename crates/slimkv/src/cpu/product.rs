@@ -10,7 +10,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Isa, amx};
+use super::Worker;
 
 /// Sixteen rows of 64 bytes.
 #[derive(Clone, Copy)]
@@ -30,60 +30,63 @@ impl Sums {
     pub const ZERO: Sums = Sums([[0; 16]; 16]);
 }
 
-/// What multiplies.
-pub(crate) enum Engine {
-    Vnni,
-    Amx(#[allow(dead_code)] amx::Session),
+/// The tiles of one operand, one for each step of a long sum.
+#[derive(Clone, Copy)]
+pub(crate) struct Steps<'a> {
+    tiles: &'a [Codes],
+    step: usize,
 }
 
-impl Engine {
-    /// Gets ready to sum over values for `rows` rows of weights.
-    pub fn new(isa: Isa, rows: usize) -> Self {
-        match isa {
-            // SAFETY: `cpu::isa` and `cpu::with_isa` checked that the matrix unit is there.
-            Isa::Amx => Engine::Amx(unsafe { amx::Session::new(rows) }),
-            _ => Engine::Vnni,
-        }
+impl<'a> Steps<'a> {
+    /// `tiles[0]`, `tiles[step]`, `tiles[2 * step]` and so on.
+    #[inline(always)]
+    pub fn new(tiles: &'a [Codes], step: usize) -> Self {
+        Steps { tiles, step }
     }
 
-    /// `scores = sum over i of keys[i] * queries[i]`; codes are unsigned, queries signed.
-    ///
-    /// # Safety
-    ///
-    /// The machine has AVX-512 with VNNI.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-    pub unsafe fn scores(&self, keys: &[Codes], queries: &[Codes], scores: &mut Sums) {
-        assert_eq!(keys.len(), queries.len());
-        match self {
-            // SAFETY: the session is alive, and there are as many queries as keys.
-            Engine::Amx(_) => unsafe { amx::scores(keys, queries, scores) },
-            Engine::Vnni => scores_vnni(keys, queries, scores),
+    #[inline(always)]
+    pub(super) fn at(&self, i: usize) -> &'a Codes {
+        &self.tiles[i * self.step]
+    }
+}
+
+/// Four tiles of scores: `scores[i] = sum over j of keys[i][j] * queries[i][j]`; codes are unsigned, queries signed.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+pub(crate) fn scores(worker: &Worker, keys: [Steps; 4], queries: [Steps; 4], steps: usize, scores: &mut [Sums; 4]) {
+    match worker.tiles() {
+        // SAFETY: a worker stays on the thread that configured its tiles.
+        Some(tiles) => unsafe { tiles.unsigned_signed(keys, queries, steps, scores) },
+        None => {
+            for (i, scores) in scores.iter_mut().enumerate() {
+                scores_vnni(keys[i], queries[i], steps, scores);
+            }
         }
     }
+}
 
-    /// Two tiles of sums over all `weights`, of which the first `rows` rows count; step `i` of the codes of tile `j` is
-    /// `codes[i * step + j]`. Weights are signed, codes unsigned.
-    ///
-    /// # Safety
-    ///
-    /// As for [`scores`](Self::scores); `rows` is what the engine was made for.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-    pub unsafe fn sums(&self, weights: &[Codes], rows: usize, codes: &[Codes], step: usize, sums: &mut [Sums; 2]) {
-        assert!(weights.is_empty() || codes.len() >= (weights.len() - 1) * step + 2);
-        match self {
-            // SAFETY: the session is alive, and the indices were checked.
-            Engine::Amx(_) => unsafe { amx::sums(weights, codes.as_ptr(), step, sums) },
-            Engine::Vnni => {
-                for (j, sums) in sums.iter_mut().enumerate() {
-                    let codes = &codes[j..];
-                    match rows {
-                        0..=2 => sums_vnni::<2>(weights, codes, step, sums),
-                        3..=4 => sums_vnni::<4>(weights, codes, step, sums),
-                        5..=8 => sums_vnni::<8>(weights, codes, step, sums),
-                        _ => sums_vnni::<16>(weights, codes, step, sums),
-                    }
+/// Four tiles of sums: `sums[i] = sum over j of weights[i][j] * codes[i][j]`, of which the first `rows` rows count; weights
+/// are signed, codes unsigned.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+pub(crate) fn sums(
+    worker: &Worker,
+    weights: [Steps; 4],
+    codes: [Steps; 4],
+    rows: usize,
+    steps: usize,
+    sums: &mut [Sums; 4],
+) {
+    match worker.tiles() {
+        // SAFETY: as above.
+        Some(tiles) => unsafe { tiles.signed_unsigned(weights, codes, steps, sums) },
+        None => {
+            for (i, sums) in sums.iter_mut().enumerate() {
+                match rows {
+                    0..=2 => sums_vnni::<2>(weights[i], codes[i], steps, sums),
+                    3..=4 => sums_vnni::<4>(weights[i], codes[i], steps, sums),
+                    5..=8 => sums_vnni::<8>(weights[i], codes[i], steps, sums),
+                    _ => sums_vnni::<16>(weights[i], codes[i], steps, sums),
                 }
             }
         }
@@ -91,10 +94,11 @@ impl Engine {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-fn scores_vnni(keys: &[Codes], queries: &[Codes], scores: &mut Sums) {
+fn scores_vnni(keys: Steps, queries: Steps, steps: usize, scores: &mut Sums) {
     for t in (0..16).step_by(8) {
         let mut acc = [_mm512_setzero_si512(); 8];
-        for (key, query) in keys.iter().zip(queries) {
+        for j in 0..steps {
+            let (key, query) = (keys.at(j), queries.at(j));
             for k in 0..16 {
                 // SAFETY: row `k` of the queries has 64 bytes, and byte `4 k` of a row of 64 begins four.
                 unsafe {
@@ -114,9 +118,10 @@ fn scores_vnni(keys: &[Codes], queries: &[Codes], scores: &mut Sums) {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-fn sums_vnni<const R: usize>(weights: &[Codes], codes: &[Codes], step: usize, sums: &mut Sums) {
+fn sums_vnni<const R: usize>(weights: Steps, codes: Steps, steps: usize, sums: &mut Sums) {
     let mut acc = [_mm512_setzero_si512(); R];
-    for (weights, codes) in weights.iter().zip(codes.iter().step_by(step)) {
+    for j in 0..steps {
+        let (weights, codes) = (weights.at(j), codes.at(j));
         for k in 0..16 {
             // SAFETY: as in `scores_vnni`.
             unsafe {
@@ -137,39 +142,39 @@ fn sums_vnni<const R: usize>(weights: &[Codes], codes: &[Codes], step: usize, su
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::Isa;
 
     #[test]
     fn both_engines_give_the_plain_products() {
         let tile =
             |seed: usize| Codes(std::array::from_fn(|i| std::array::from_fn(|j| (i * 37 + j * 11 + seed * 71) as u8)));
-        let (left, right) = ([tile(1), tile(2)], [tile(3), tile(4), tile(5), tile(6)]);
+        let left: [Codes; 8] = std::array::from_fn(tile);
+        let right: [Codes; 8] = std::array::from_fn(|i| tile(i + 20));
+        // Product i takes tiles i and i + 4 of both sides.
+        let lefts: [Steps; 4] = std::array::from_fn(|i| Steps::new(&left[i..], 4));
+        let rights: [Steps; 4] = std::array::from_fn(|i| Steps::new(&right[i..], 4));
+        let dot = |signed_left: bool, tile: usize, i: usize, j: usize| -> i32 {
+            let steps = [tile, tile + 4].into_iter().flat_map(|s| (0..64).map(move |k| (s, k)));
+            steps
+                .map(|(s, k)| {
+                    let (a, b) = (left[s].0[i][k], right[s].0[k / 4][4 * j + k % 4]);
+                    if signed_left { i32::from(a as i8) * i32::from(b) } else { i32::from(a) * i32::from(b as i8) }
+                })
+                .sum()
+        };
         for isa in Isa::here().into_iter().filter(|i| matches!(i, Isa::Avx512 | Isa::Amx)) {
+            let worker = Worker::new(isa);
             for rows in [1, 2, 3, 8, 16] {
-                let engine = Engine::new(isa, rows);
-                let (mut scores, mut sums) = (Sums::ZERO, [Sums::ZERO; 2]);
+                let (mut s, mut v) = ([Sums::ZERO; 4], [Sums::ZERO; 4]);
                 // SAFETY: the machine has the instruction set.
                 unsafe {
-                    engine.scores(&left, &right[..2], &mut scores);
-                    engine.sums(&left, rows, &right, 2, &mut sums);
+                    scores(&worker, lefts, rights, 2, &mut s);
+                    sums(&worker, lefts, rights, rows, 2, &mut v);
                 }
-                for (i, j) in (0..16).flat_map(|i| (0..16).map(move |j| (i, j))) {
-                    let dot = |signed_left: bool, tiles: [usize; 2]| -> i32 {
-                        let steps = (0..2).flat_map(|s| (0..64).map(move |k| (s, k)));
-                        steps
-                            .map(|(s, k)| {
-                                let (a, b) = (left[s].0[i][k], right[tiles[s]].0[k / 4][4 * j + k % 4]);
-                                if signed_left {
-                                    i32::from(a as i8) * i32::from(b)
-                                } else {
-                                    i32::from(a) * i32::from(b as i8)
-                                }
-                            })
-                            .sum()
-                    };
-                    assert_eq!(scores.0[i][j], dot(false, [0, 1]), "{isa}");
+                for (tile, i, j) in (0..1024).map(|n| (n / 256, n / 16 % 16, n % 16)) {
+                    assert_eq!(s[tile].0[i][j], dot(false, tile, i, j), "{isa}");
                     if i < rows {
-                        assert_eq!(sums[0].0[i][j], dot(true, [0, 2]), "{isa}");
-                        assert_eq!(sums[1].0[i][j], dot(true, [1, 3]), "{isa}");
+                        assert_eq!(v[tile].0[i][j], dot(true, tile, i, j), "{isa}");
                     }
                 }
             }

@@ -17,11 +17,11 @@ pub(crate) use side::{BLOCK, Block, KeyPlan, Keys, Queries, ValuePlan, Values};
 use super::MAX_ROWS;
 use crate::attend::{Attended, Geometry, Options, Segment};
 use crate::cpu::floats::Floats;
-use crate::cpu::{Isa, math::LOG2_E};
+use crate::cpu::math::LOG2_E;
+use crate::cpu::{Isa, Worker};
 use crate::format::{Rows, affine};
 use crate::{DType, Result, Tensor};
 pub(crate) use split::Mask;
-use split::Split;
 
 /// Attention of up to [`MAX_ROWS`] query rows a KV head.
 pub(crate) fn attend(
@@ -41,15 +41,18 @@ pub(crate) fn attend(
     let rows = geometry.group() * geometry.s_q;
     let (splits, first) = split::all(segments, options, geometry);
     let mut partials = vec![0.0f32; splits.len() * split::partial_len(rows, geometry.head_dim)];
-    let walk = |(split, partial): (&Split, &mut [f32])| {
+    // Workspaces of a thread, a pair a segment, made when first met.
+    let workspaces = || (Worker::new(isa), segments.iter().map(|_| None).collect::<Vec<_>>());
+    let len = split::partial_len(rows, geometry.head_dim).max(1);
+    splits.par_iter().zip(partials.par_chunks_mut(len)).for_each_init(workspaces, |(worker, pairs), (split, partial)| {
+        let (key_plan, value_plan) = &plans[split.segment];
+        let (keys, values) = pairs[split.segment].get_or_insert_with(|| (key_plan.keys(rows), value_plan.values(rows)));
         let queries = Queries::new(isa, q, split.matrix, rows, geometry.head_dim, options.scale * LOG2_E);
-        let (keys, values) = &plans[split.segment];
-        let span = segments[split.segment].spans[split.sequence];
-        let mask = split::Mask::new(options, span, geometry);
-        let (mut keys, mut values) = (keys.prepare(split.matrix, &queries), values.prepare(split.matrix, rows));
-        split::walk(isa, split.tokens.clone(), &mask, rows, keys.as_mut(), values.as_mut(), partial);
-    };
-    splits.par_iter().zip(partials.par_chunks_mut(split::partial_len(rows, geometry.head_dim).max(1))).for_each(walk);
+        keys.prepare(split.matrix, &queries);
+        values.prepare(split.matrix);
+        let mask = Mask::new(options, segments[split.segment].spans[split.sequence], geometry);
+        split::walk(worker, split.tokens.clone(), &mask, rows, keys.as_mut(), values.as_mut(), partial);
+    });
     merge::merge(isa, &partials, &first, geometry, options)
 }
 

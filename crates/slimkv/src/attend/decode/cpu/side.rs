@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::MAX_ROWS;
-use crate::cpu::Isa;
+use crate::cpu::{Isa, Worker};
 use crate::cpu::floats::{Floats, Widen};
 use crate::format::decode_cpu::tile_stride;
 
@@ -37,28 +37,41 @@ impl Queries {
 
 /// A key format, ready for one call.
 pub(crate) trait KeyPlan: Sync {
-    /// Prepares what depends on the queries of one KV head.
-    fn prepare<'a>(&'a self, matrix: usize, queries: &Queries) -> Box<dyn Keys + 'a>;
+    /// Makes the workspace of one thread, for at most `rows` query rows.
+    fn keys<'a>(&'a self, rows: usize) -> Box<dyn Keys + 'a>;
 }
 
-/// Keys of one KV head, ready for its queries.
+/// Keys of one KV head, and what is prepared for its queries.
 pub(crate) trait Keys {
+    /// Turns to KV head `matrix` and prepares what depends on its queries alone.
+    fn prepare(&mut self, matrix: usize, queries: &Queries);
+
     /// Writes the score of every query row and token; at most [`BLOCK`] tokens, from a multiple of it on.
-    fn scores(&mut self, tokens: Range<usize>, scores: &mut Block);
+    fn scores(&mut self, worker: &Worker, tokens: Range<usize>, scores: &mut Block);
 }
 
 /// A value format, ready for one call.
 pub(crate) trait ValuePlan: Sync {
-    /// Makes an empty sum for the query rows of one KV head.
-    fn prepare<'a>(&'a self, matrix: usize, rows: usize) -> Box<dyn Values + 'a>;
+    /// Makes the workspace of one thread, for at most `rows` query rows.
+    fn values<'a>(&'a self, rows: usize) -> Box<dyn Values + 'a>;
 }
 
-/// A weighted sum of the values of one KV head, for each of its query rows.
+/// A weighted sum of the values of one KV head, for each query row.
 pub(crate) trait Values {
+    /// Turns to KV head `matrix`, with sums of zero.
+    fn prepare(&mut self, matrix: usize);
+
     /// `sum[row] = sum[row] * keep[row] + factor[row] * (weights[row] * values of the tokens)`.
     ///
     /// Weights lie between 0 and 1 and are 0 past the tokens.
-    fn accumulate(&mut self, tokens: Range<usize>, weights: &Block, keep: &[f32; MAX_ROWS], factor: &[f32; MAX_ROWS]);
+    fn accumulate(
+        &mut self,
+        worker: &Worker,
+        tokens: Range<usize>,
+        weights: &Block,
+        keep: &[f32; MAX_ROWS],
+        factor: &[f32; MAX_ROWS],
+    );
 
     /// Writes the sums, `rows` times the head dimension.
     fn finish(&mut self, sums: &mut [f32]);

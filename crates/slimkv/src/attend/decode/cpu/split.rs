@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{BLOCK, Block, Keys, MAX_ROWS, Values};
 use crate::attend::{Geometry, Options, Segment, Span};
 use crate::cpu::math::exp2_nonpositive;
-use crate::cpu::{Isa, Kernel, Simd};
+use crate::cpu::{Kernel, Simd, Worker};
 
 /// Tokens that one task walks.
 pub(super) struct Split {
@@ -77,7 +77,7 @@ pub(super) const fn partial_len(rows: usize, head_dim: usize) -> usize {
 
 /// Walks `tokens`; scores are in powers of two.
 pub(super) fn walk(
-    isa: Isa,
+    worker: &Worker,
     tokens: Range<usize>,
     mask: &Mask,
     rows: usize,
@@ -90,14 +90,14 @@ pub(super) fn walk(
     let visible: [Range<usize>; MAX_ROWS] = std::array::from_fn(|r| if r < rows { mask.visible(r) } else { 0..0 });
     for start in tokens.clone().step_by(BLOCK) {
         let range = start..(start + BLOCK).min(tokens.end);
-        keys.scores(range.clone(), &mut block);
+        keys.scores(worker, range.clone(), &mut block);
         for (scores, visible) in block.0[..rows].iter_mut().zip(&visible) {
             let hide = |x: usize| x.clamp(range.start, range.end) - range.start;
             scores[..hide(visible.start)].fill(f32::NEG_INFINITY);
             scores[hide(visible.end)..].fill(f32::NEG_INFINITY);
         }
-        isa.run(Softmax { scores: &mut block.0[..rows], state: &mut state });
-        values.accumulate(range, &block, &state.keep, &state.factor);
+        worker.isa().run(Softmax { scores: &mut block.0[..rows], state: &mut state });
+        values.accumulate(worker, range, &block, &state.keep, &state.factor);
     }
     let (sums, ends) = partial.split_at_mut(partial.len() - 2 * rows);
     values.finish(sums);

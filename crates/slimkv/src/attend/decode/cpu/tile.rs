@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::{BLOCK, Block, KeyPlan, Keys, MAX_ROWS, Queries, ValuePlan, Values};
 use crate::Result;
-use crate::cpu::{Isa, Kernel, Simd};
+use crate::cpu::{Isa, Kernel, Simd, Worker};
 use crate::format::Rows;
 use crate::format::decode_cpu::{TILE_ALIGN, Tiles, tile_stride};
 
@@ -26,15 +26,9 @@ impl<'a> TilePlan<'a> {
 }
 
 impl KeyPlan for TilePlan<'_> {
-    fn prepare<'a>(&'a self, matrix: usize, queries: &Queries) -> Box<dyn Keys + 'a> {
-        let stride = queries.stride;
-        Box::new(TileKeys {
-            plan: self,
-            matrix,
-            rows: queries.rows,
-            queries: queries.data.clone(),
-            tile: vec![0.0; TILE * stride],
-        })
+    fn keys<'a>(&'a self, _: usize) -> Box<dyn Keys + 'a> {
+        let tile = vec![0.0; TILE * tile_stride(self.head_dim)];
+        Box::new(TileKeys { plan: self, matrix: 0, rows: 0, queries: Vec::new(), tile })
     }
 }
 
@@ -47,7 +41,12 @@ struct TileKeys<'a> {
 }
 
 impl Keys for TileKeys<'_> {
-    fn scores(&mut self, tokens: Range<usize>, scores: &mut Block) {
+    fn prepare(&mut self, matrix: usize, queries: &Queries) {
+        (self.matrix, self.rows) = (matrix, queries.rows);
+        self.queries.clone_from(&queries.data);
+    }
+
+    fn scores(&mut self, _: &Worker, tokens: Range<usize>, scores: &mut Block) {
         for from in tokens.clone().step_by(TILE) {
             let count = TILE.min(tokens.end - from);
             self.plan.rows.decode(self.plan.isa, self.matrix, from, count, &mut self.tile);
@@ -130,15 +129,9 @@ fn dots<S: Simd, const R: usize>(s: S, tokens: &[f32], queries: &[f32], stride: 
 }
 
 impl ValuePlan for TilePlan<'_> {
-    fn prepare<'a>(&'a self, matrix: usize, rows: usize) -> Box<dyn Values + 'a> {
+    fn values<'a>(&'a self, rows: usize) -> Box<dyn Values + 'a> {
         let stride = tile_stride(self.head_dim);
-        Box::new(TileValues {
-            plan: self,
-            matrix,
-            rows,
-            sums: vec![0.0; rows * stride],
-            tile: vec![0.0; TILE * stride],
-        })
+        Box::new(TileValues { plan: self, matrix: 0, rows, sums: vec![0.0; rows * stride], tile: vec![0.0; TILE * stride] })
     }
 }
 
@@ -151,7 +144,19 @@ struct TileValues<'a> {
 }
 
 impl Values for TileValues<'_> {
-    fn accumulate(&mut self, tokens: Range<usize>, weights: &Block, keep: &[f32; MAX_ROWS], factor: &[f32; MAX_ROWS]) {
+    fn prepare(&mut self, matrix: usize) {
+        self.matrix = matrix;
+        self.sums.fill(0.0);
+    }
+
+    fn accumulate(
+        &mut self,
+        _: &Worker,
+        tokens: Range<usize>,
+        weights: &Block,
+        keep: &[f32; MAX_ROWS],
+        factor: &[f32; MAX_ROWS],
+    ) {
         let mut keep = *keep;
         for from in tokens.clone().step_by(TILE) {
             let count = TILE.min(tokens.end - from);

@@ -6,23 +6,21 @@ use std::ops::Range;
 use super::quantizer;
 use super::spread::{Order, Spread};
 use crate::attend::decode::cpu::{self as skeleton, Block, Keys, Queries};
-use crate::cpu::Isa;
+use crate::cpu::{Isa, Worker};
 use crate::cpu::floats::Widen;
-use crate::cpu::product::{Codes, Engine, Sums};
+use crate::cpu::product::{self, Codes, Steps, Sums};
 use crate::format::affine::Axis;
 use crate::format::affine::cpu::{self, Tiles};
 use crate::format::decode_cpu::tile_stride;
 
-/// Query rows of a register of byte planes; a tile of queries holds two of them, 8 rows of 2 planes.
+/// Query rows of a register of byte planes; a tile of queries holds two of them: sixteen planes.
 const QUAD: usize = 4;
-const TILE_ROWS: usize = 2 * QUAD;
 
 /// Tokens of a tile of keys.
 const TOKENS: usize = 16;
 
-/// Tiles of a block, and the most groups of tokens that a block meets.
+/// Tiles of a block.
 const TILES: usize = skeleton::BLOCK / TOKENS;
-const GROUPS: usize = TILES;
 
 /// Key codes that share parameters among tokens.
 pub(crate) struct KeyPlan<'a> {
@@ -47,25 +45,20 @@ impl<'a> KeyPlan<'a> {
 }
 
 impl skeleton::KeyPlan for KeyPlan<'_> {
-    fn prepare<'a>(&'a self, matrix: usize, queries: &Queries) -> Box<dyn Keys + 'a> {
-        let (quads, stride) = (queries.rows.div_ceil(QUAD), queries.stride);
-        let chunks = self.spread.chunks();
-        let mut padded = vec![0.0; quads * QUAD * stride];
-        padded[..queries.data.len()].copy_from_slice(&queries.data);
+    fn keys<'a>(&'a self, rows: usize) -> Box<dyn Keys + 'a> {
+        let (quads, stride, chunks) = (rows.div_ceil(QUAD), tile_stride(self.rows.head_dim), self.spread.chunks());
+        let groups = TILES.min(skeleton::BLOCK / self.rows.group + 2);
         Box::new(IntegerKeys {
             plan: self,
-            engine: Engine::new(self.isa, 2 * queries.rows.next_power_of_two().min(TILE_ROWS)),
-            matrix,
-            rows: queries.rows,
+            matrix: 0,
+            rows,
             stride,
-            queries: padded,
+            queries: vec![0.0; quads * QUAD * stride],
             scale: vec![0.0; stride],
             zero: vec![0.0; stride],
-            folded: (0..GROUPS.min(skeleton::BLOCK / self.rows.group + 2))
-                .map(|_| Folded::new(quads, chunks))
-                .collect(),
+            folded: (0..groups).map(|_| Folded::new(quads, chunks)).collect(),
             keys: vec![Codes::ZERO; TILES * chunks],
-            sums: vec![Sums::ZERO; TILES * quads.div_ceil(2)],
+            sums: vec![[Sums::ZERO; 4]; quads.div_ceil(2) * TILES / 4],
         })
     }
 }
@@ -73,7 +66,6 @@ impl skeleton::KeyPlan for KeyPlan<'_> {
 /// The keys of one KV head.
 struct IntegerKeys<'a> {
     plan: &'a KeyPlan<'a>,
-    engine: Engine,
     matrix: usize,
     rows: usize,
     stride: usize,
@@ -86,8 +78,8 @@ struct IntegerKeys<'a> {
     folded: Vec<Folded>,
     /// `[tiles, chunks]`: the codes of a block.
     keys: Vec<Codes>,
-    /// `[tiles, eights of rows]`: their products.
-    sums: Vec<Sums>,
+    /// `[eights of rows, fours of tiles]`: their products.
+    sums: Vec<[Sums; 4]>,
 }
 
 /// Query rows times the parameters of a group of tokens.
@@ -108,16 +100,21 @@ impl Folded {
 }
 
 impl Keys for IntegerKeys<'_> {
-    fn scores(&mut self, tokens: Range<usize>, scores: &mut Block) {
+    fn prepare(&mut self, matrix: usize, queries: &Queries) {
+        self.matrix = matrix;
+        self.queries[..queries.data.len()].copy_from_slice(&queries.data);
+    }
+
+    fn scores(&mut self, worker: &Worker, tokens: Range<usize>, scores: &mut Block) {
         // SAFETY: the plan is made for machines with these instructions only.
-        unsafe { self.scores_avx512(tokens, scores) }
+        unsafe { self.scores_avx512(worker, tokens, scores) }
     }
 }
 
 impl IntegerKeys<'_> {
     /// Step by step over the whole block, so that no step waits for what the one before has just stored.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    unsafe fn scores_avx512(&mut self, tokens: Range<usize>, scores: &mut Block) {
+    fn scores_avx512(&mut self, worker: &Worker, tokens: Range<usize>, scores: &mut Block) {
         let group = self.plan.rows.group;
         let first_group = tokens.start / group;
         for (i, group) in (first_group..tokens.end.div_ceil(group)).enumerate() {
@@ -125,20 +122,23 @@ impl IntegerKeys<'_> {
         }
         self.load_codes(tokens.clone());
         let chunks = self.plan.spread.chunks();
-        let eights = self.rows.div_ceil(TILE_ROWS);
-        let tiles = self.keys.chunks_exact(chunks).zip(self.sums.chunks_exact_mut(eights));
-        for (from, (keys, sums)) in tokens.clone().step_by(TOKENS).zip(tiles) {
-            let planes = self.folded[from / group - first_group].planes.chunks_exact(chunks);
-            for (planes, sums) in planes.zip(sums) {
-                // SAFETY: the machine has the instructions.
-                unsafe { self.engine.scores(keys, planes, sums) }
+        // Tiles past the tokens repeat the last group; nobody reads their scores.
+        let last = tokens.end.div_ceil(group) - 1 - first_group;
+        let folded = |tile: usize| ((tokens.start + tile * TOKENS) / group - first_group).min(last);
+        for (eight, sums) in self.sums.chunks_exact_mut(TILES / 4).enumerate() {
+            for (i, sums) in sums.iter_mut().enumerate().take(tokens.len().div_ceil(4 * TOKENS)) {
+                let keys = std::array::from_fn(|t| Steps::new(&self.keys[(4 * i + t) * chunks..], 1));
+                let queries = std::array::from_fn(|t| {
+                    Steps::new(&self.folded[folded(4 * i + t)].planes[eight * chunks..], 1)
+                });
+                product::scores(worker, keys, queries, chunks, sums);
             }
         }
-        for (from, sums) in tokens.clone().step_by(TOKENS).zip(self.sums.chunks_exact(eights)) {
-            let folded = &self.folded[from / group - first_group];
-            for quad in 0..self.rows.div_ceil(QUAD) {
-                let rows = QUAD.min(self.rows - quad * QUAD);
-                put(&sums[quad / 2], folded, quad, rows, &mut scores.0, from - tokens.start);
+        for quad in 0..self.rows.div_ceil(QUAD) {
+            let rows = QUAD.min(self.rows - quad * QUAD);
+            let sums = self.sums[quad / 2 * TILES / 4..].iter().flatten();
+            for (tile, sums) in sums.enumerate().take(tokens.len().div_ceil(TOKENS)) {
+                put(sums, &self.folded[folded(tile)], quad, rows, &mut scores.0, tile * TOKENS);
             }
         }
     }

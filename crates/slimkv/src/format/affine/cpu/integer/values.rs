@@ -7,9 +7,9 @@ use super::quantizer;
 use super::spread::{Order, Spread};
 use crate::attend::decode::MAX_ROWS;
 use crate::attend::decode::cpu::{self as skeleton, BLOCK, Block, Values};
-use crate::cpu::Isa;
+use crate::cpu::{Isa, Worker};
 use crate::cpu::floats::{Floats, Widen};
-use crate::cpu::product::{Codes, Engine, Sums};
+use crate::cpu::product::{self, Codes, Steps, Sums};
 use crate::format::affine::Axis;
 use crate::format::affine::cpu::{self, Tiles};
 use crate::format::decode_cpu::tile_stride;
@@ -30,33 +30,6 @@ pub(crate) struct ValuePlan<'a> {
     rows: Tiles<'a>,
     spread: Spread,
     row_bytes: usize,
-    pairs: Vec<Pair>,
-}
-
-/// Two tiles of codes next to each other that are multiplied by the same weights.
-struct Pair {
-    group: usize,
-    /// The first tile.
-    tile: usize,
-    /// Which of the two are of the group and of the row.
-    valid: Range<usize>,
-}
-
-impl Pair {
-    /// Covers `tiles` tiles of which `per_group` share parameters.
-    fn cover(tiles: usize, per_group: usize) -> Vec<Pair> {
-        let groups = (0..tiles).step_by(per_group).enumerate();
-        groups
-            .flat_map(|(group, start)| {
-                let end = (start + per_group).min(tiles);
-                (start..end).step_by(2).map(move |tile| {
-                    // The buffer of tiles is a multiple of four long: only the last tile of an odd number is moved back.
-                    let first = tile.min(tiles.next_multiple_of(4) - 2);
-                    Pair { group, tile: first, valid: tile - first..(end - first).min(2) }
-                })
-            })
-            .collect()
-    }
 }
 
 impl<'a> ValuePlan<'a> {
@@ -66,20 +39,17 @@ impl<'a> ValuePlan<'a> {
         let served = matches!(isa, Isa::Avx512 | Isa::Amx) && rows.axis == Axis::Channels && whole;
         let (bits, row_bytes) = rows.row_layout();
         let spread = Spread::new(bits, rows.head_dim, row_bytes, Order::Interleaved);
-        let tiles = rows.head_dim.div_ceil(CHANNELS);
-        let pairs = Pair::cover(tiles, (rows.group / CHANNELS).clamp(1, tiles.max(1)));
-        served.then_some(ValuePlan { isa, rows, spread, row_bytes, pairs })
+        served.then_some(ValuePlan { isa, rows, spread, row_bytes })
     }
 }
 
 impl skeleton::ValuePlan for ValuePlan<'_> {
-    fn prepare<'a>(&'a self, matrix: usize, rows: usize) -> Box<dyn Values + 'a> {
+    fn values<'a>(&'a self, rows: usize) -> Box<dyn Values + 'a> {
         let groups = self.rows.params[1];
         let tile_rows = rows.next_power_of_two().min(TILE_ROWS);
         Box::new(IntegerValues {
             plan: self,
-            engine: Engine::new(self.isa, 2 * tile_rows),
-            matrix,
+            matrix: 0,
             rows,
             tile_rows,
             groups,
@@ -91,7 +61,7 @@ impl skeleton::ValuePlan for ValuePlan<'_> {
             codes: vec![Codes::ZERO; STEPS * 4 * self.spread.chunks()],
             units: vec![0.0; groups],
             planes: vec![Codes::ZERO; STEPS * groups],
-            products: vec![[Sums::ZERO; 2]; self.pairs.len()],
+            products: vec![[Sums::ZERO; 4]; self.spread.chunks()],
         })
     }
 }
@@ -99,7 +69,6 @@ impl skeleton::ValuePlan for ValuePlan<'_> {
 /// The values of one KV head, and their sums.
 struct IntegerValues<'a> {
     plan: &'a ValuePlan<'a>,
-    engine: Engine,
     matrix: usize,
     rows: usize,
     /// Query rows of a pass.
@@ -121,14 +90,27 @@ struct IntegerValues<'a> {
     units: Vec<f32>,
     /// `[groups, steps]`: planes of weight times scale.
     planes: Vec<Codes>,
-    /// The products of each pair of tiles.
-    products: Vec<[Sums; 2]>,
+    /// The products of each four tiles.
+    products: Vec<[Sums; 4]>,
 }
 
 impl Values for IntegerValues<'_> {
-    fn accumulate(&mut self, tokens: Range<usize>, weights: &Block, keep: &[f32; MAX_ROWS], factor: &[f32; MAX_ROWS]) {
+    fn prepare(&mut self, matrix: usize) {
+        self.matrix = matrix;
+        self.sums.fill(0.0);
+        self.offsets.fill([0.0; 16]);
+    }
+
+    fn accumulate(
+        &mut self,
+        worker: &Worker,
+        tokens: Range<usize>,
+        weights: &Block,
+        keep: &[f32; MAX_ROWS],
+        factor: &[f32; MAX_ROWS],
+    ) {
         // SAFETY: the plan is made for machines with these instructions only.
-        unsafe { self.accumulate_avx512(tokens, weights, keep, factor) }
+        unsafe { self.accumulate_avx512(worker, tokens, weights, keep, factor) }
     }
 
     fn finish(&mut self, sums: &mut [f32]) {
@@ -146,8 +128,9 @@ impl Values for IntegerValues<'_> {
 impl IntegerValues<'_> {
     /// Step by step over the whole block, so that no step waits for what the one before has just stored.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    unsafe fn accumulate_avx512(
+    fn accumulate_avx512(
         &mut self,
+        worker: &Worker,
         tokens: Range<usize>,
         weights: &Block,
         keep: &[f32; MAX_ROWS],
@@ -157,6 +140,8 @@ impl IntegerValues<'_> {
         let steps = tokens.len().div_ceil(STEP);
         let stride = tile_stride(plan.rows.head_dim);
         let tiles = 4 * plan.spread.chunks();
+        // Tiles past the row repeat the last group; nobody reads their sums.
+        let group_of = |tile: usize| (tile * CHANNELS / plan.rows.group).min(plan.rows.params[1] - 1);
         self.load_codes(tokens.clone());
         self.load_params(plan.rows.scale, tokens.clone(), false);
         self.load_params(plan.rows.zero, tokens, true);
@@ -168,25 +153,17 @@ impl IntegerValues<'_> {
                     self.add_zero_points(group, row, &weights.0[row], keep[row], factor[row]);
                 }
             }
-            for (pair, products) in plan.pairs.iter().zip(&mut self.products) {
-                let planes = &self.planes[pair.group * STEPS..][..steps];
-                // SAFETY: the machine has the instructions; the engine was made for this many rows.
-                unsafe { self.engine.sums(planes, 2 * self.tile_rows, &self.codes[pair.tile..], tiles, products) }
+            for (i, products) in self.products.iter_mut().enumerate() {
+                let planes = std::array::from_fn(|t| Steps::new(&self.planes[group_of(4 * i + t) * STEPS..], 1));
+                let codes = std::array::from_fn(|t| Steps::new(&self.codes[4 * i + t..], tiles));
+                product::sums(worker, planes, codes, 2 * self.tile_rows, steps, products);
             }
-            for (pair, products) in plan.pairs.iter().zip(&self.products) {
-                for i in pair.valid.clone() {
-                    for (r, row) in rows.clone().enumerate() {
-                        let at = row * stride + (pair.tile + i) * CHANNELS;
-                        let unit = factor[row] * self.units[pair.group];
-                        let products = &products[i].0;
-                        add(
-                            &mut self.sums[at..at + CHANNELS],
-                            &products[r],
-                            &products[self.tile_rows + r],
-                            keep[row],
-                            unit,
-                        );
-                    }
+            for (tile, products) in self.products.iter().flatten().enumerate().take(stride / CHANNELS) {
+                let unit = self.units[group_of(tile)];
+                for (r, row) in rows.clone().enumerate() {
+                    let total = &mut self.sums[row * stride + tile * CHANNELS..][..CHANNELS];
+                    let (high, low) = (&products.0[r], &products.0[self.tile_rows + r]);
+                    add(total, high, low, keep[row], factor[row] * unit);
                 }
             }
         }

@@ -64,8 +64,7 @@ impl Tiles {
     ///
     /// [`available`] is true.
     pub unsafe fn new() -> Self {
-        let mut config =
-            Config { palette: 1, start_row: 0, reserved: [0; 14], column_bytes: [0; 16], rows: [0; 16] };
+        let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], column_bytes: [0; 16], rows: [0; 16] };
         config.column_bytes[..8].fill(64);
         config.rows[..8].fill(16);
         // SAFETY: the configuration is valid: palette 1, at most 16 rows of 64 bytes.

@@ -116,22 +116,6 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn load_i(self, p: *const i32) -> __m256i {
-        unsafe { _mm256_loadu_si256(p.cast()) }
-    }
-    #[inline(always)]
-    fn splat_i(self, x: i32) -> __m256i {
-        unsafe { _mm256_set1_epi32(x) }
-    }
-    #[inline(always)]
-    fn and(self, a: __m256i, b: __m256i) -> __m256i {
-        unsafe { _mm256_and_si256(a, b) }
-    }
-    #[inline(always)]
-    fn shr(self, a: __m256i, counts: __m256i) -> __m256i {
-        unsafe { _mm256_srlv_epi32(a, counts) }
-    }
-    #[inline(always)]
     fn sum(self, x: __m256) -> f32 {
         unsafe {
             let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));

@@ -113,22 +113,6 @@ impl Simd for Avx512 {
         unsafe { _mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(x)) }
     }
     #[inline(always)]
-    unsafe fn load_i(self, p: *const i32) -> __m512i {
-        unsafe { _mm512_loadu_si512(p.cast()) }
-    }
-    #[inline(always)]
-    fn splat_i(self, x: i32) -> __m512i {
-        unsafe { _mm512_set1_epi32(x) }
-    }
-    #[inline(always)]
-    fn and(self, a: __m512i, b: __m512i) -> __m512i {
-        unsafe { _mm512_and_si512(a, b) }
-    }
-    #[inline(always)]
-    fn shr(self, a: __m512i, counts: __m512i) -> __m512i {
-        unsafe { _mm512_srlv_epi32(a, counts) }
-    }
-    #[inline(always)]
     fn sum(self, x: __m512) -> f32 {
         unsafe { _mm512_reduce_add_ps(x) }
     }

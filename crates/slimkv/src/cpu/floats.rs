@@ -42,6 +42,8 @@ impl<'a> Floats<'a> {
         }
     }
 
+    /// Bytes of an element.
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub fn element_size(self) -> usize {
         if matches!(self, Floats::F32(_)) { 4 } else { 2 }
@@ -57,6 +59,7 @@ impl<'a> Floats<'a> {
     }
 
     /// The address of element `i`, to be prefetched.
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub fn address(self, i: usize) -> *const u8 {
         match self {

@@ -119,22 +119,6 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
-    unsafe fn load_i(self, p: *const i32) -> int32x4_t {
-        unsafe { vld1q_s32(p) }
-    }
-    #[inline(always)]
-    fn splat_i(self, x: i32) -> int32x4_t {
-        unsafe { vdupq_n_s32(x) }
-    }
-    #[inline(always)]
-    fn and(self, a: int32x4_t, b: int32x4_t) -> int32x4_t {
-        unsafe { vandq_s32(a, b) }
-    }
-    #[inline(always)]
-    fn shr(self, a: int32x4_t, counts: int32x4_t) -> int32x4_t {
-        unsafe { vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(a), vnegq_s32(counts))) }
-    }
-    #[inline(always)]
     fn sum(self, x: float32x4_t) -> f32 {
         unsafe { vaddvq_f32(x) }
     }

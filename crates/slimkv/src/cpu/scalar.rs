@@ -119,23 +119,6 @@ impl Simd for Scalar {
         // SAFETY: see the module.
         unsafe { p.cast::<[u8; N]>().write_unaligned(x.map(|x| x as u8)) }
     }
-    #[inline(always)]
-    unsafe fn load_i(self, p: *const i32) -> [i32; N] {
-        // SAFETY: see the module.
-        unsafe { p.cast::<[i32; N]>().read_unaligned() }
-    }
-    #[inline(always)]
-    fn splat_i(self, x: i32) -> [i32; N] {
-        [x; N]
-    }
-    #[inline(always)]
-    fn and(self, a: [i32; N], b: [i32; N]) -> [i32; N] {
-        zip(a, b, |a, b| a & b)
-    }
-    #[inline(always)]
-    fn shr(self, a: [i32; N], counts: [i32; N]) -> [i32; N] {
-        zip(a, counts, |a, n| ((a as u32) >> (n & 31)) as i32)
-    }
 
     #[inline(always)]
     fn sum(self, x: [f32; N]) -> f32 {

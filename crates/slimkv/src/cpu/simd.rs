@@ -59,11 +59,6 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn load_u8(self, p: *const u8) -> Self::I;
     /// Stores the low byte of each element.
     unsafe fn store_u8(self, p: *mut u8, x: Self::I);
-    unsafe fn load_i(self, p: *const i32) -> Self::I;
-    fn splat_i(self, x: i32) -> Self::I;
-    fn and(self, a: Self::I, b: Self::I) -> Self::I;
-    /// Shifts each element right by its own count, filling with zeros.
-    fn shr(self, a: Self::I, counts: Self::I) -> Self::I;
 
     fn sum(self, x: Self::F) -> f32;
     fn max_lane(self, x: Self::F) -> f32;

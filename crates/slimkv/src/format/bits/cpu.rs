@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{pack_row, with_last_axis, words_per_row};
+use super::{codes_per_word, with_last_axis, words_per_row};
 use crate::{DType, Device, Result, Tensor};
 
 /// Codes that one task of the thread pool handles, about.
@@ -18,8 +18,10 @@ pub(crate) fn pack(indices: &Tensor, bits: u32) -> Result<Tensor> {
         let rows = (TASK_CODES / len).max(1);
         let words = packed.as_mut_slice::<u32>()?;
         words.par_chunks_mut(rows * width).zip(codes.par_chunks(rows * len)).for_each(|(words, codes)| {
+            let mut row = vec![0; len + 7];
             for (words, codes) in words.chunks_mut(width).zip(codes.chunks(len)) {
-                pack_row(codes, bits, words);
+                row[..len].copy_from_slice(codes);
+                pack_codes(&row, len, bits, words);
             }
         });
     }
@@ -80,6 +82,47 @@ pub(crate) fn unpack_codes(words: &[u32], bits: u32, len: usize, codes: &mut [u8
             }
         }),
     }
+}
+
+/// Packs a row of `len` codes, eight at a time; each code is masked. `codes` holds seven bytes more than `len`, of any value.
+#[inline(always)]
+pub(crate) fn pack_codes(codes: &[u8], len: usize, bits: u32, words: &mut [u32]) {
+    assert!(codes.len() >= len + 7);
+    let per_word = codes_per_word(bits);
+    // Eight codes from `at` on as the low bits of a word; codes past the end are 0.
+    let eight = |at: usize| -> u32 {
+        let left = len.saturating_sub(at).min(8) as u32;
+        if left == 0 {
+            return 0;
+        }
+        // SAFETY: `at < len`, and seven bytes follow the codes.
+        let bytes = u64::from_le(unsafe { codes.as_ptr().add(at).cast::<u64>().read_unaligned() });
+        gather(bytes & u64::MAX >> (64 - 8 * left), bits)
+    };
+    for (i, word) in words[..words_per_row(len, bits)].iter_mut().enumerate() {
+        let at = i * per_word;
+        *word = match bits {
+            8 => {
+                let four: [u8; 4] = std::array::from_fn(|j| if at + j < len { codes[at + j] } else { 0 });
+                u32::from_le_bytes(four)
+            }
+            4 => eight(at),
+            3 => eight(at) | (eight(at + 8) & 0x3F) << 24,
+            2 => eight(at) | eight(at + 8) << 16,
+            _ => eight(at) | eight(at + 8) << 8 | eight(at + 16) << 16 | eight(at + 24) << 24,
+        };
+    }
+}
+
+/// Moves eight codes of `bits` bits, one to a byte, together: pairs, fours and eights in turn.
+#[inline(always)]
+fn gather(bytes: u64, bits: u32) -> u32 {
+    let repeat = |mask: u64, width: u32| (0..64 / width).fold(0, |all, i| all | mask << (i * width));
+    let ones = |n: u32| (1u64 << n) - 1;
+    let x = bytes & repeat(ones(bits), 8);
+    let x = (x | x >> (8 - bits)) & repeat(ones(2 * bits), 16);
+    let x = (x | x >> (16 - 2 * bits)) & repeat(ones(4 * bits), 32);
+    (x | x >> (32 - 4 * bits)) as u32 & ones(8 * bits) as u32
 }
 
 /// Moves eight codes to a byte each: halves, quarters and eighths are shifted apart in turn. Masks repeat in both halves.

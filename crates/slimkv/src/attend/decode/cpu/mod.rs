@@ -44,36 +44,36 @@ pub(crate) fn attend(
     // Workspaces of a thread, a pair a segment, made when first met.
     let workspaces = || (Worker::new(isa), segments.iter().map(|_| None).collect::<Vec<_>>());
     let len = split::partial_len(rows, geometry.head_dim).max(1);
-    splits.par_iter().zip(partials.par_chunks_mut(len)).for_each_init(workspaces, |(worker, pairs), (split, partial)| {
-        let (key_plan, value_plan) = &plans[split.segment];
-        let (keys, values) = pairs[split.segment].get_or_insert_with(|| (key_plan.keys(rows), value_plan.values(rows)));
-        let queries = Queries::new(isa, q, split.matrix, rows, geometry.head_dim, options.scale * LOG2_E);
-        keys.prepare(split.matrix, &queries);
-        values.prepare(split.matrix);
-        let mask = Mask::new(options, segments[split.segment].spans[split.sequence], geometry);
-        split::walk(worker, split.tokens.clone(), &mask, rows, keys.as_mut(), values.as_mut(), partial);
-    });
+    splits.par_iter().zip(partials.par_chunks_mut(len)).for_each_init(
+        workspaces,
+        |(worker, pairs), (split, partial)| {
+            let (key_plan, value_plan) = &plans[split.segment];
+            let (keys, values) =
+                pairs[split.segment].get_or_insert_with(|| (key_plan.keys(rows), value_plan.values(rows)));
+            let queries = Queries::new(isa, q, split.matrix, rows, geometry.head_dim, options.scale * LOG2_E);
+            keys.prepare(split.matrix, &queries);
+            values.prepare(split.matrix);
+            let mask = Mask::new(options, segments[split.segment].spans[split.sequence], geometry);
+            split::walk(worker, split.tokens.clone(), &mask, rows, keys.as_mut(), values.as_mut(), partial);
+        },
+    );
     merge::merge(isa, &partials, &first, geometry, options)
 }
 
 /// The fastest way to score these keys; `exact` asks for f32 arithmetic.
 fn plan_keys<'a>(isa: Isa, rows: &'a Rows, exact: bool) -> Result<Box<dyn KeyPlan + 'a>> {
-    #[cfg(target_arch = "x86_64")]
-    if let (Rows::Affine(rows), false) = (rows, exact) {
-        if let Some(plan) = affine::cpu::integer::KeyPlan::new(isa, affine::cpu::Tiles::of(rows)?) {
-            return Ok(Box::new(plan));
-        }
-    }
-    Ok(Box::new(tile::TilePlan::new(isa, rows)?))
+    let fast = match rows {
+        Rows::Affine(rows) if !exact => affine::cpu::key_plan(isa, rows)?,
+        _ => None,
+    };
+    fast.map_or_else(|| Ok(Box::new(tile::TilePlan::new(isa, rows)?) as Box<_>), Ok)
 }
 
 /// The fastest way to add up these values.
 fn plan_values<'a>(isa: Isa, rows: &'a Rows, exact: bool) -> Result<Box<dyn ValuePlan + 'a>> {
-    #[cfg(target_arch = "x86_64")]
-    if let (Rows::Affine(rows), false) = (rows, exact) {
-        if let Some(plan) = affine::cpu::integer::ValuePlan::new(isa, affine::cpu::Tiles::of(rows)?) {
-            return Ok(Box::new(plan));
-        }
-    }
-    Ok(Box::new(tile::TilePlan::new(isa, rows)?))
+    let fast = match rows {
+        Rows::Affine(rows) if !exact => affine::cpu::value_plan(isa, rows)?,
+        _ => None,
+    };
+    fast.map_or_else(|| Ok(Box::new(tile::TilePlan::new(isa, rows)?) as Box<_>), Ok)
 }

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::MAX_ROWS;
-use crate::cpu::{Isa, Worker};
 use crate::cpu::floats::{Floats, Widen};
+use crate::cpu::{Isa, Worker};
 use crate::format::decode_cpu::tile_stride;
 
 /// Tokens that are scored together. Blocks start at multiples of it.
@@ -17,8 +17,7 @@ pub(crate) struct Block(pub [[f32; BLOCK]; MAX_ROWS]);
 /// The query rows of one KV head, times the scale of scores and `log2(e)`, in f32.
 pub(crate) struct Queries {
     pub rows: usize,
-    /// Elements from one row to the next, a multiple of 16; rows are filled with zeros past the head dimension.
-    pub stride: usize,
+    /// Rows are [`tile_stride`] long and filled with zeros past the head dimension.
     pub data: Vec<f32>,
 }
 
@@ -31,7 +30,7 @@ impl Queries {
             isa.run(Widen { from: q.part((matrix * rows + r) * head_dim, head_dim), to: row });
             row.iter_mut().for_each(|x| *x *= scale);
         }
-        Queries { rows, stride, data }
+        Queries { rows, data }
     }
 }
 

@@ -131,7 +131,13 @@ fn dots<S: Simd, const R: usize>(s: S, tokens: &[f32], queries: &[f32], stride: 
 impl ValuePlan for TilePlan<'_> {
     fn values<'a>(&'a self, rows: usize) -> Box<dyn Values + 'a> {
         let stride = tile_stride(self.head_dim);
-        Box::new(TileValues { plan: self, matrix: 0, rows, sums: vec![0.0; rows * stride], tile: vec![0.0; TILE * stride] })
+        Box::new(TileValues {
+            plan: self,
+            matrix: 0,
+            rows,
+            sums: vec![0.0; rows * stride],
+            tile: vec![0.0; TILE * stride],
+        })
     }
 }
 

@@ -1,5 +1,6 @@
 //! Decoding group-affine rows to f32, vectorised along the channels.
 
+use super::encode::fill;
 use crate::Result;
 use crate::cpu::floats::Floats;
 use crate::cpu::{Isa, Kernel, Simd};
@@ -57,22 +58,6 @@ impl<'a> Tiles<'a> {
     #[inline(always)]
     pub fn param_row(&self, params: Floats<'a>, matrix: usize, row: usize) -> Floats<'a> {
         params.part((matrix * self.params[0] + row) * self.params[1], self.params[1])
-    }
-
-    /// Bits of a code and bytes of a row, where codes that are one to a byte count as packed in eight bits.
-    pub fn row_layout(&self) -> (u32, usize) {
-        match self.codes {
-            Codes::Bytes(_) => (8, self.width),
-            Codes::Words(_) => (self.bits, 4 * self.width),
-        }
-    }
-
-    /// All codes as bytes. Words of eight-bit codes are their bytes in order, on a little-endian machine.
-    pub fn code_bytes(&self) -> &'a [u8] {
-        match self.codes {
-            Codes::Bytes(bytes) => bytes,
-            Codes::Words(words) => bytemuck::cast_slice(words),
-        }
     }
 
     pub fn decode(&self, isa: Isa, matrix: usize, from: usize, count: usize, tile: &mut [f32]) {
@@ -135,15 +120,4 @@ impl Kernel for Decode<'_> {
             row[rows.head_dim..].fill(0.0);
         }
     }
-}
-
-#[inline(always)]
-fn fill<S: Simd>(s: S, out: &mut [f32], x: f32) {
-    let v = s.splat(x);
-    let whole = out.len() / S::LANES * S::LANES;
-    for i in (0..whole).step_by(S::LANES) {
-        // SAFETY: `i + LANES` is within `out`.
-        unsafe { s.store(out.as_mut_ptr().add(i), v) }
-    }
-    out[whole..].fill(x);
 }

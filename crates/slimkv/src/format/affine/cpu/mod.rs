@@ -1,15 +1,30 @@
 //! Group-affine rows on the CPU.
 
 mod decode;
+pub(crate) mod encode;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod integer;
 
-pub(crate) use decode::Tiles;
+use half::f16;
+use rayon::prelude::*;
 
-use super::{Affine, Axis, Names, bits, oracle};
-use crate::{DType, Result, Tensor};
+pub(crate) use decode::{Codes, Tiles};
+use encode::{CodesMut, Destination, Scheme};
 
-fn matrix(shape: &[usize]) -> (usize, usize, usize) {
+use super::{Affine, Axis, bits};
+use crate::attend::decode::cpu::{KeyPlan, ValuePlan};
+use crate::cpu::Isa;
+use crate::cpu::floats::{Floats, Narrow};
+use crate::dtype::with_float;
+use crate::format::RowCopy;
+use crate::format::decode_cpu::tile_stride;
+use crate::{DType, Device, FloatElement, Result, Tensor};
+
+/// Tokens that are decoded at a time.
+const TILE: usize = 64;
+
+/// Matrices, tokens and channels of `[..., S, D]`.
+fn matrices(shape: &[usize]) -> (usize, usize, usize) {
     let (leading, last) = shape.split_at(shape.len() - 2);
     (leading.iter().product(), last[0], last[1])
 }
@@ -18,9 +33,28 @@ fn with_last_axes(shape: &[usize], last: [usize; 2]) -> Vec<usize> {
     shape[..shape.len() - 2].iter().copied().chain(last).collect()
 }
 
+/// The way of these keys that is faster than decoding them to f32, if there is one.
+pub(crate) fn key_plan<'a>(isa: Isa, rows: &'a Affine) -> Result<Option<Box<dyn KeyPlan + 'a>>> {
+    #[cfg(target_arch = "x86_64")]
+    let plan = integer::KeyPlan::new(isa, Tiles::of(rows)?).map(|plan| Box::new(plan) as Box<dyn KeyPlan>);
+    #[cfg(not(target_arch = "x86_64"))]
+    let (plan, _) = (None, (isa, rows));
+    Ok(plan)
+}
+
+/// The way of these values that is faster than decoding them to f32, if there is one.
+pub(crate) fn value_plan<'a>(isa: Isa, rows: &'a Affine) -> Result<Option<Box<dyn ValuePlan + 'a>>> {
+    #[cfg(target_arch = "x86_64")]
+    let plan = integer::ValuePlan::new(isa, Tiles::of(rows)?).map(|plan| Box::new(plan) as Box<dyn ValuePlan>);
+    #[cfg(not(target_arch = "x86_64"))]
+    let (plan, _) = (None, (isa, rows));
+    Ok(plan)
+}
+
+/// Quantises all rows; the arguments are checked.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn quantize(
-    op: &'static str,
+    _op: &'static str,
     x: &Tensor,
     axis: Axis,
     group: usize,
@@ -29,29 +63,40 @@ pub(super) fn quantize(
     packed: bool,
     param_dtype: DType,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    let (matrices, tokens, channels) = matrix(x.shape());
-    let values = x.to_f32_vec()?;
-    let (mut codes, mut scale, mut zero) = (Vec::new(), Vec::new(), Vec::new());
-    for m in 0..matrices {
-        let x = &values[m * tokens * channels..][..tokens * channels];
-        let q = oracle::quantize(x, tokens, channels, axis, group, (1 << bits) - 1, eps, param_dtype);
-        codes.extend(q.codes);
-        scale.extend(q.params.iter().map(|p| p.scale));
-        zero.extend(q.params.iter().map(|p| p.zero));
-    }
+    let isa = crate::cpu::isa()?;
+    let (count, tokens, channels) = matrices(x.shape());
+    let scheme = Scheme { axis, group, levels: (1 << bits) - 1, eps, channels };
+    let width = if packed { bits::words_per_row(channels, bits) } else { channels };
+    let code_dtype = if packed { DType::U32 } else { DType::U8 };
+    let mut codes = Tensor::zeros(code_dtype, &with_last_axes(x.shape(), [tokens, width]), &Device::cpu())?;
     let params = with_last_axes(x.shape(), axis.param_shape(tokens, channels, group));
-    let codes = Tensor::from_vec(codes, x.shape())?;
-    let codes = if packed { bits::pack(op, &codes, bits)? } else { codes };
-    Ok((
-        codes,
-        Tensor::from_vec(scale, &params)?.to_float(param_dtype)?,
-        Tensor::from_vec(zero, &params)?.to_float(param_dtype)?,
-    ))
+    let mut scale = Tensor::zeros(param_dtype, &params, &Device::cpu())?;
+    let mut zero = Tensor::zeros(param_dtype, &params, &Device::cpu())?;
+    with_float!(param_dtype, P => {
+        let to = Destination {
+            codes: codes_mut(&mut codes, bits)?,
+            scale: scale.as_mut_slice::<P>()?,
+            zero: zero.as_mut_slice::<P>()?,
+            capacity: tokens,
+        };
+        let all = std::iter::repeat_n(RowCopy { from: 0, to: 0, rows: tokens }, count);
+        encode::encode(isa, scheme, Floats::of(x)?, tokens, to, all);
+    }, else unreachable!("checked to be a float"));
+    Ok((codes, scale, zero))
 }
 
+/// The codes of a tensor, one to a byte or packed, to be written.
+pub(crate) fn codes_mut(codes: &mut Tensor, bits: u32) -> Result<CodesMut<'_>> {
+    Ok(match codes.dtype() {
+        DType::U32 => CodesMut::Words(codes.as_mut_slice()?, bits),
+        _ => CodesMut::Bytes(codes.as_mut_slice()?),
+    })
+}
+
+/// Decodes all rows to f16; the arguments are checked.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn dequantize(
-    op: &'static str,
+    _op: &'static str,
     codes: &Tensor,
     scale: &Tensor,
     zero: &Tensor,
@@ -60,23 +105,50 @@ pub(super) fn dequantize(
     bits: u32,
     head_dim: usize,
 ) -> Result<Tensor> {
-    let (matrices, tokens, width) = matrix(codes.shape());
-    let [p0, p1] = axis.param_shape(tokens, head_dim, group);
-    let names = Names { op, codes: "codes", scale: "scale", zero: "zero", bits: "bits" };
-    let rows = Affine::new(
-        names,
-        codes.reshape(&[1, matrices, tokens, width])?,
-        scale.reshape(&[1, matrices, p0, p1])?,
-        zero.reshape(&[1, matrices, p0, p1])?,
+    let isa = crate::cpu::isa()?;
+    let (_, tokens, width) = matrices(codes.shape());
+    let mut out = Tensor::zeros(DType::F16, &with_last_axes(codes.shape(), [tokens, head_dim]), &Device::cpu())?;
+    let rows = Tiles {
+        codes: if codes.dtype() == DType::U32 {
+            Codes::Words(codes.as_slice()?)
+        } else {
+            Codes::Bytes(codes.as_slice()?)
+        },
+        width,
+        scale: Floats::of(scale)?,
+        zero: Floats::of(zero)?,
         bits,
         group,
         axis,
+        capacity: tokens,
         head_dim,
-    )?;
-    let shape = with_last_axes(codes.shape(), [tokens, head_dim]);
-    Tensor::from_vec(oracle::decode(&rows)?, &shape)?.to_float(DType::F16)
+        params: axis.param_shape(tokens, head_dim, group),
+    };
+    if !out.is_empty() {
+        let matrices = out.as_mut_slice::<f16>()?.par_chunks_mut(tokens * head_dim).enumerate();
+        matrices.for_each(|(matrix, out)| {
+            let tiles = out.par_chunks_mut(TILE * head_dim).enumerate();
+            tiles.for_each(|(i, out)| decode_to(isa, &rows, matrix, i * TILE, out));
+        });
+    }
+    Ok(out)
 }
 
+/// Decodes as many rows as `out` holds, from row `from` on.
+pub(crate) fn decode_to<T: FloatElement>(isa: Isa, rows: &Tiles, matrix: usize, from: usize, out: &mut [T]) {
+    let (d, stride) = (rows.head_dim, tile_stride(rows.head_dim));
+    let count = out.len() / d;
+    let mut tile = vec![0.0; count * stride];
+    rows.decode(isa, matrix, from, count, &mut tile);
+    if d == stride {
+        return isa.run(Narrow { from: &tile, to: out });
+    }
+    for (row, out) in tile.chunks_exact(stride).zip(out.chunks_exact_mut(d)) {
+        isa.run(Narrow { from: &row[..d], to: out });
+    }
+}
+
+/// Quantises with f32 parameters and decodes again; the arguments are checked.
 pub(super) fn round_trip(
     _op: &'static str,
     x: &Tensor,
@@ -85,23 +157,49 @@ pub(super) fn round_trip(
     levels: u32,
     eps: f32,
 ) -> Result<Tensor> {
-    let (matrices, tokens, channels) = matrix(x.shape());
-    let values = x.to_f32_vec()?;
-    let mut out = Vec::with_capacity(values.len());
-    let [_, columns] = axis.param_shape(tokens, channels, group);
-    for m in 0..matrices {
-        let x = &values[m * tokens * channels..][..tokens * channels];
-        let q = oracle::quantize(x, tokens, channels, axis, group, levels, eps, DType::F32);
-        for (i, &code) in q.codes.iter().enumerate() {
-            let (t, c) = (i / channels, i % channels);
-            let p = match axis {
-                Axis::Tokens => q.params[t / group * columns + c],
-                Axis::Channels => q.params[t * columns + c / group],
-            };
-            out.push(p.decode(code));
-        }
+    let isa = crate::cpu::isa()?;
+    let (_, tokens, channels) = matrices(x.shape());
+    let mut out = Tensor::zeros(x.dtype(), x.shape(), &Device::cpu())?;
+    if out.is_empty() {
+        return Ok(out);
     }
-    Tensor::from_vec(out, x.shape())?.to_float(x.dtype())
+    let source = Floats::of(x)?;
+    let scheme = Scheme { axis, group, levels, eps, channels };
+    // Tokens of a task: whole groups where tokens share one.
+    let step = if axis == Axis::Tokens { group.min(tokens) } else { TILE };
+    with_float!(x.dtype(), T => {
+        let matrices = out.as_mut_slice::<T>()?.par_chunks_mut(tokens * channels).enumerate();
+        matrices.for_each(|(matrix, out)| {
+            out.par_chunks_mut(step * channels).enumerate().for_each(|(i, out)| {
+                let rows = out.len() / channels;
+                let params = axis.param_shape(rows, channels, group);
+                let mut codes = vec![0u8; rows * channels];
+                let [mut scale, mut zero] = [(); 2].map(|()| vec![0.0f32; params[0] * params[1]]);
+                let to = Destination {
+                    codes: CodesMut::Bytes(&mut codes),
+                    scale: &mut scale,
+                    zero: &mut zero,
+                    capacity: rows,
+                };
+                let part = source.part((matrix * tokens + i * step) * channels, rows * channels);
+                encode::encode(isa, scheme, part, rows, to, std::iter::once(RowCopy { from: 0, to: 0, rows }));
+                let rows = Tiles {
+                    codes: Codes::Bytes(&codes),
+                    width: channels,
+                    scale: Floats::F32(&scale),
+                    zero: Floats::F32(&zero),
+                    bits: 8,
+                    group,
+                    axis,
+                    capacity: rows,
+                    head_dim: channels,
+                    params,
+                };
+                decode_to(isa, &rows, 0, 0, out);
+            });
+        });
+    }, else unreachable!("checked to be a float"));
+    Ok(out)
 }
 
 /// Asks for `len` bytes from `from` on, which need not exist.

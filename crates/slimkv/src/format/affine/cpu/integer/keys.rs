@@ -6,9 +6,9 @@ use std::ops::Range;
 use super::quantizer;
 use super::spread::{Order, Spread};
 use crate::attend::decode::cpu::{self as skeleton, Block, Keys, Queries};
-use crate::cpu::{Isa, Worker};
 use crate::cpu::floats::Widen;
 use crate::cpu::product::{self, Codes, Steps, Sums};
+use crate::cpu::{Isa, Worker};
 use crate::format::affine::Axis;
 use crate::format::affine::cpu::{self, Tiles};
 use crate::format::decode_cpu::tile_stride;
@@ -128,9 +128,8 @@ impl IntegerKeys<'_> {
         for (eight, sums) in self.sums.chunks_exact_mut(TILES / 4).enumerate() {
             for (i, sums) in sums.iter_mut().enumerate().take(tokens.len().div_ceil(4 * TOKENS)) {
                 let keys = std::array::from_fn(|t| Steps::new(&self.keys[(4 * i + t) * chunks..], 1));
-                let queries = std::array::from_fn(|t| {
-                    Steps::new(&self.folded[folded(4 * i + t)].planes[eight * chunks..], 1)
-                });
+                let queries =
+                    std::array::from_fn(|t| Steps::new(&self.folded[folded(4 * i + t)].planes[eight * chunks..], 1));
                 product::scores(worker, keys, queries, chunks, sums);
             }
         }

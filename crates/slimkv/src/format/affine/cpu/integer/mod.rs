@@ -15,6 +15,26 @@ mod values;
 pub(crate) use keys::KeyPlan;
 pub(crate) use values::ValuePlan;
 
+use super::{Codes, Tiles};
+
+impl<'a> Tiles<'a> {
+    /// Bits of a code and bytes of a row, where codes that are one to a byte count as packed in eight bits.
+    fn row_layout(&self) -> (u32, usize) {
+        match self.codes {
+            Codes::Bytes(_) => (8, self.width),
+            Codes::Words(_) => (self.bits, 4 * self.width),
+        }
+    }
+
+    /// All codes as bytes. Words of eight-bit codes are their bytes in order, on a little-endian machine.
+    fn code_bytes(&self) -> &'a [u8] {
+        match self.codes {
+            Codes::Bytes(bytes) => bytes,
+            Codes::Words(words) => bytemuck::cast_slice(words),
+        }
+    }
+}
+
 /// The largest magnitude of a 16-bit factor: both planes of it fit a signed byte.
 const LARGEST: f32 = 32512.0;
 

@@ -18,7 +18,6 @@
 //! The dense layers run on the CPU: weights stay as their file stores them, and every product is an f32 product.
 //! Attention and the cache are slimkv's, on any [`slimkv::Device`].
 
-mod bridge;
 mod chat;
 mod config;
 mod dense;

@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use candle_core::{Device, Tensor};
+use candle_core::Device;
+use slimkv::Tensor;
 use slimkv::cache::{Geometry, KvCache};
 
-use crate::bridge::{from_slimkv, to_slimkv};
 use crate::chat::ChatTemplate;
 use crate::config::{Config, Rotation};
-use crate::dense::Linear;
+use crate::dense::{Activations, Linear, ops};
 use crate::tokenizer::Tokenizer;
 use crate::weights::{LayerPart, Part, Source, open};
 use crate::{Error, Result};
@@ -28,21 +28,21 @@ pub struct Model {
     chat_template: ChatTemplate,
     embedding: Linear,
     blocks: Vec<Block>,
-    output_norm: Tensor,
+    output_norm: Vec<f32>,
     /// `None` if the embedding serves as output projection.
     output: Option<Linear>,
     frequencies: Vec<f32>,
 }
 
 struct Block {
-    attention_norm: Tensor,
+    attention_norm: Vec<f32>,
     query: Linear,
     key: Linear,
     value: Linear,
-    query_norm: Option<Tensor>,
-    key_norm: Option<Tensor>,
+    query_norm: Option<Vec<f32>>,
+    key_norm: Option<Vec<f32>>,
     attention_output: Linear,
-    ffn_norm: Tensor,
+    ffn_norm: Vec<f32>,
     gate: Linear,
     up: Linear,
     down: Linear,
@@ -100,7 +100,7 @@ impl Logits {
 }
 
 /// The final hidden states `[n, hidden]` of a forward pass: what the output projection takes.
-pub(crate) struct Hidden(Tensor);
+pub(crate) struct Hidden(Activations);
 
 impl Model {
     /// Loads a `.gguf` file, or a directory with `config.json`, `tokenizer.json` and safetensors.
@@ -181,9 +181,8 @@ impl Model {
 
     /// The logits of `count` rows from row `first` on.
     pub(crate) fn logits(&self, hidden: &Hidden, first: usize, count: usize) -> Result<Logits> {
-        let rows = hidden.0.narrow(0, first, count)?;
-        let logits = self.output.as_ref().unwrap_or(&self.embedding).forward(&rows.contiguous()?)?;
-        Ok(Logits::new(logits.flatten_all()?.to_vec1()?, self.config.vocab))
+        let output = self.output.as_ref().unwrap_or(&self.embedding);
+        Ok(Logits::new(output.forward(&hidden.0.narrow(first, count))?.data, self.config.vocab))
     }
 
     fn check(&self, tokens: &[u32], cache: &KvCache) -> Result<()> {
@@ -206,19 +205,15 @@ impl Model {
     }
 
     fn run(&self, tokens: &[u32], cache: &mut KvCache, first: usize, cancel: Option<&AtomicBool>) -> Result<Hidden> {
-        let rotation = Rotation::new(&self.frequencies, self.config.rope.pairs, first, tokens.len())?;
+        let rotation = Rotation::new(&self.frequencies, self.config.rope.pairs, first, tokens.len());
         let mut x = self.embedding.gather(tokens)?;
         for (i, block) in self.blocks.iter().enumerate() {
             if cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed)) {
                 return Err(Error::Cancelled);
             }
-            x = block.forward(&self.config, &x, &rotation, cache, i)?;
+            block.forward(&self.config, &mut x, &rotation, cache, i)?;
         }
-        Ok(Hidden(self.norm(&x, &self.output_norm)?))
-    }
-
-    fn norm(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        Ok(candle_nn::ops::rms_norm(x, weight, self.config.rms_eps)?)
+        Ok(Hidden(ops::rms_norm(&x, &self.output_norm, self.config.rms_eps)))
     }
 }
 
@@ -256,48 +251,82 @@ impl Block {
         })
     }
 
+    /// Adds the attention of layer `i` and the feed-forward network to `x`.
     fn forward(
         &self,
         config: &Config,
-        x: &Tensor,
+        x: &mut Activations,
         rotation: &Rotation,
         cache: &mut KvCache,
         i: usize,
-    ) -> Result<Tensor> {
-        let norm = |x: &Tensor, weight: &Tensor| candle_nn::ops::rms_norm(x, weight, config.rms_eps);
-        let x = (x + self.attention(config, &norm(x, &self.attention_norm)?, rotation, cache, i)?)?;
-        let h = norm(&x, &self.ffn_norm)?;
-        let gated = (candle_nn::ops::silu(&self.gate.forward(&h)?)? * self.up.forward(&h)?)?;
-        Ok((x + self.down.forward(&gated)?)?)
+    ) -> Result<()> {
+        let h = ops::rms_norm(x, &self.attention_norm, config.rms_eps);
+        ops::add(&mut x.data, &self.attention(config, &h, rotation, cache, i)?.data);
+        let h = ops::rms_norm(x, &self.ffn_norm, config.rms_eps);
+        let [mut gate, up] = Linear::forward_all([&self.gate, &self.up], &h)?;
+        ops::swiglu(&mut gate, &up);
+        ops::add(&mut x.data, &self.down.forward(&gate)?.data);
+        Ok(())
     }
 
     fn attention(
         &self,
         config: &Config,
-        x: &Tensor,
+        x: &Activations,
         rotation: &Rotation,
         cache: &mut KvCache,
         i: usize,
-    ) -> Result<Tensor> {
-        let n = x.dim(0)?;
-        let heads = |x: Tensor, heads: usize, norm: &Option<Tensor>| -> Result<Tensor> {
-            let x = x.reshape((1, n, heads, config.head_dim))?.transpose(1, 2)?.contiguous()?;
-            Ok(match norm {
-                Some(weight) => candle_nn::ops::rms_norm(&x, weight, config.rms_eps)?,
-                None => x,
-            })
+    ) -> Result<Activations> {
+        let norm = |weight: &Option<Vec<f32>>, head: &mut [f32]| {
+            if let Some(weight) = weight {
+                ops::rms_norm_row(head, weight, config.rms_eps);
+            }
         };
-        let q = rotation.apply(&heads(self.query.forward(x)?, config.heads, &self.query_norm)?)?;
-        let k = rotation.apply(&heads(self.key.forward(x)?, config.kv_heads, &self.key_norm)?)?;
-        let v = heads(self.value.forward(x)?, config.kv_heads, &None)?;
+        let [q, k, v] = Linear::forward_all([&self.query, &self.key, &self.value], x)?;
+        let q = heads_first(&q, config.head_dim, |token, head| {
+            norm(&self.query_norm, head);
+            rotation.apply(token, head);
+        });
+        let k = heads_first(&k, config.head_dim, |token, head| {
+            norm(&self.key_norm, head);
+            rotation.apply(token, head);
+        });
+        let v = heads_first(&v, config.head_dim, |_, _| ());
 
         let device = cache.device().clone();
+        let tensor = |data: Vec<f32>, heads: usize| -> Result<Tensor> {
+            Ok(Tensor::from_vec(data, &[1, heads, x.rows(), config.head_dim])?.to_device(&device)?)
+        };
         let mut layer = cache.layer(i);
-        layer.append(&to_slimkv(&k, &device)?, &to_slimkv(&v, &device)?)?;
-        let out = layer.attend(&to_slimkv(&q, &device)?, 1.0 / (config.head_dim as f32).sqrt())?;
-        let out = from_slimkv(&out)?.transpose(1, 2)?.reshape((n, config.heads * config.head_dim))?;
-        self.attention_output.forward(&out.contiguous()?)
+        layer.append(&tensor(k, config.kv_heads)?, &tensor(v, config.kv_heads)?)?;
+        let out = layer.attend(&tensor(q, config.heads)?, 1.0 / (config.head_dim as f32).sqrt())?;
+        self.attention_output.forward(&tokens_first(&out.to_vec()?, config.heads, config.head_dim))
     }
+}
+
+/// `[n, heads, D]` to `[heads, n, D]`; `f(token, head)` changes each head on the way.
+fn heads_first(x: &Activations, head_dim: usize, f: impl Fn(usize, &mut [f32]) + Sync) -> Vec<f32> {
+    let (n, heads) = (x.rows(), x.cols / head_dim);
+    let mut out = vec![0.0; x.data.len()];
+    ops::each_row(&mut out, n * head_dim, |head, rows| {
+        for (token, row) in rows.chunks_mut(head_dim).enumerate() {
+            row.copy_from_slice(&x.data[(token * heads + head) * head_dim..][..head_dim]);
+            f(token, row);
+        }
+    });
+    out
+}
+
+/// `[heads, n, D]` to `[n, heads, D]`.
+fn tokens_first(x: &[f32], heads: usize, head_dim: usize) -> Activations {
+    let (n, cols) = (x.len() / (heads * head_dim), heads * head_dim);
+    let mut data = vec![0.0; x.len()];
+    ops::each_row(&mut data, cols, |token, row| {
+        for (head, row) in row.chunks_mut(head_dim).enumerate() {
+            row.copy_from_slice(&x[(head * n + token) * head_dim..][..head_dim]);
+        }
+    });
+    Activations { data, cols }
 }
 
 fn matrix(source: &mut dyn Source, part: Part, rows: usize, cols: usize, bias: Option<Part>) -> Result<Linear> {
@@ -305,6 +334,6 @@ fn matrix(source: &mut dyn Source, part: Part, rows: usize, cols: usize, bias: O
     Linear::new(source.tensor(part, &[rows, cols])?, bias)
 }
 
-fn vector(source: &mut dyn Source, part: Part, len: usize) -> Result<Tensor> {
-    Ok(source.tensor(part, &[len])?.dequantize(&Device::Cpu)?)
+fn vector(source: &mut dyn Source, part: Part, len: usize) -> Result<Vec<f32>> {
+    Ok(source.tensor(part, &[len])?.dequantize(&Device::Cpu)?.to_vec1()?)
 }

@@ -68,17 +68,17 @@ fn fewer_bits_diverge_more_and_rows_come_in_order() {
     assert_eq!((alone.nll, alone.kl_mean), (rows[0].nll, rows[0].kl_mean), "methods must not disturb each other");
 }
 
+/// With a packed cache it does, a little: a batch is appended before it attends, so its early tokens see packed rows.
 #[test]
-fn the_batch_does_not_change_the_result() {
+fn the_batch_does_not_change_the_result_of_an_exact_cache() {
     let model = model();
     let with = |batch| {
         let options = EvalOptions { batch, ..options() };
-        evaluate(&model, &TEXT.repeat(9), &methods(&["kivi:4"]), &Device::cpu(), &options, &mut |_| ())
-            .unwrap()
-            .remove(0)
+        let rows = evaluate(&model, &TEXT.repeat(9), &methods(&["fp16"]), &Device::cpu(), &options, &mut |_| ());
+        rows.unwrap().remove(0)
     };
     let (one, other) = (with(250), with(37));
-    assert!((one.nll - other.nll).abs() < 5e-3, "{} {}", one.nll, other.nll);
+    assert!((one.nll - other.nll).abs() < 1e-3, "{} {}", one.nll, other.nll);
 }
 
 #[test]

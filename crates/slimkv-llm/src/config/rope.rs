@@ -1,9 +1,5 @@
 //! The rotary position embedding (RoPE, arXiv 2104.09864) and the ways in which models stretch it.
 
-use candle_core::{Device, Tensor};
-
-use crate::Result;
-
 /// Which two channels of a head are rotated together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -76,28 +72,36 @@ impl Rope {
 
 /// The rotations of a run of positions, shared by all layers.
 pub(crate) struct Rotation {
-    cos: Tensor,
-    sin: Tensor,
+    /// Cosine and sine, `[position, pair]`.
+    turns: Vec<(f32, f32)>,
     pairs: RopePairs,
 }
 
 impl Rotation {
     /// Rotations for `count` tokens from position `first` on.
-    pub fn new(frequencies: &[f32], pairs: RopePairs, first: usize, count: usize) -> Result<Self> {
-        let shape = (count, frequencies.len());
+    pub fn new(frequencies: &[f32], pairs: RopePairs, first: usize, count: usize) -> Self {
         // The angle is formed in f64: at position 100000 an f32 product is off by up to 0.004 radians.
-        let angles = || (first..first + count).flat_map(|p| frequencies.iter().map(move |&f| p as f64 * f as f64));
-        let cos = Tensor::from_vec(angles().map(|a| a.cos() as f32).collect(), shape, &Device::Cpu)?;
-        let sin = Tensor::from_vec(angles().map(|a| a.sin() as f32).collect(), shape, &Device::Cpu)?;
-        Ok(Rotation { cos, sin, pairs })
+        let angles = (first..first + count).flat_map(|p| frequencies.iter().map(move |&f| p as f64 * f as f64));
+        Rotation { turns: angles.map(|a| (a.cos() as f32, a.sin() as f32)).collect(), pairs }
     }
 
-    /// Rotates `[1, heads, count, D]`.
-    pub fn apply(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(match self.pairs {
-            RopePairs::Interleaved => candle_nn::rotary_emb::rope_i(x, &self.cos, &self.sin)?,
-            RopePairs::HalfSplit => candle_nn::rotary_emb::rope(x, &self.cos, &self.sin)?,
-        })
+    /// Rotates a head of the `i`-th token of the run.
+    pub fn apply(&self, i: usize, head: &mut [f32]) {
+        let half = head.len() / 2;
+        let turns = &self.turns[i * half..(i + 1) * half];
+        match self.pairs {
+            RopePairs::Interleaved => {
+                for (pair, &(cos, sin)) in head.as_chunks_mut::<2>().0.iter_mut().zip(turns) {
+                    *pair = [pair[0] * cos - pair[1] * sin, pair[0] * sin + pair[1] * cos];
+                }
+            }
+            RopePairs::HalfSplit => {
+                let (low, high) = head.split_at_mut(half);
+                for ((x, y), &(cos, sin)) in low.iter_mut().zip(high).zip(turns) {
+                    (*x, *y) = (*x * cos - *y * sin, *x * sin + *y * cos);
+                }
+            }
+        }
     }
 }
 
@@ -132,14 +136,17 @@ mod tests {
     }
 
     #[test]
-    fn rotation_by_position_zero_is_the_identity() {
-        let r = rope(RopeScaling::None);
-        let x = Tensor::arange(0f32, 32f32, &Device::Cpu).unwrap().reshape((1, 2, 1, 16)).unwrap();
-        let rotation = Rotation::new(&r.frequencies(16), r.pairs, 0, 1).unwrap();
-        let y = rotation.apply(&x).unwrap();
-        assert_eq!(
-            x.flatten_all().unwrap().to_vec1::<f32>().unwrap(),
-            y.flatten_all().unwrap().to_vec1::<f32>().unwrap()
-        );
+    fn pairs_turn_by_position_times_frequency() {
+        let frequencies = [1.0, 0.5];
+        let turned = |pairs, i, mut head: [f32; 4]| {
+            Rotation::new(&frequencies, pairs, 0, 3).apply(i, &mut head);
+            head
+        };
+        assert_eq!(turned(RopePairs::HalfSplit, 0, [1.0, 2.0, 3.0, 4.0]), [1.0, 2.0, 3.0, 4.0]);
+        let (c, s) = (2f32.cos(), 2f32.sin());
+        let expected = |x: [f32; 4], y: [f32; 4]| x.iter().zip(y).all(|(x, y)| (x - y).abs() < 1e-6);
+        assert!(expected(turned(RopePairs::HalfSplit, 2, [1.0, 0.0, 0.0, 0.0]), [c, 0.0, s, 0.0]));
+        assert!(expected(turned(RopePairs::Interleaved, 2, [1.0, 0.0, 0.0, 0.0]), [c, s, 0.0, 0.0]));
+        assert!(expected(turned(RopePairs::Interleaved, 2, [0.0, 0.0, 0.0, 1.0]), [0.0, 0.0, -1f32.sin(), 1f32.cos()]));
     }
 }

@@ -71,109 +71,163 @@ fn decode_avx2(decoder: Decoder, bytes: &[u8], out: &mut [f32]) -> bool {
 #[inline(always)]
 fn decode_row(decoder: Decoder, bytes: &[u8], out: &mut [f32]) -> bool {
     match decoder {
-        Decoder::F32 => each(cast_slice::<u8, f32>(bytes), out, |&v| v),
-        Decoder::F16 => each(cast_slice::<u8, u16>(bytes), out, |&v| half_to_f32(v)),
-        Decoder::Bf16 => each(cast_slice::<u8, u16>(bytes), out, |&v| f32::from_bits((v as u32) << 16)),
-        Decoder::Q4_0 => blocks::<Q4_0, 32>(bytes, out, |b, out| {
-            let d = half_to_f32(b.d);
-            nibbles(&b.qs, out, |q| (q as i32 - 8) as f32 * d);
-        }),
-        Decoder::Q4_1 => blocks::<Q4_1, 32>(bytes, out, |b, out| {
-            let (d, m) = (half_to_f32(b.d), half_to_f32(b.m));
-            nibbles(&b.qs, out, |q| q as f32 * d + m);
-        }),
-        Decoder::Q5_0 => blocks::<Q5_0, 32>(bytes, out, |b, out| {
-            let d = half_to_f32(b.d);
-            fives(u32::from_le_bytes(b.qh), &b.qs, out, |q| (q as i32 - 16) as f32 * d);
-        }),
-        Decoder::Q5_1 => blocks::<Q5_1, 32>(bytes, out, |b, out| {
-            let (d, m) = (half_to_f32(b.d), half_to_f32(b.m));
-            fives(u32::from_le_bytes(b.qh), &b.qs, out, |q| q as f32 * d + m);
-        }),
-        Decoder::Q8_0 => blocks::<Q8_0, 32>(bytes, out, |b, out| {
-            let d = half_to_f32(b.d);
-            for i in 0..32 {
-                out[i] = b.qs[i] as f32 * d;
-            }
-        }),
-        Decoder::Q4K => blocks::<Q4K, 256>(bytes, out, |b, out| {
-            let (d, dmin) = (half_to_f32(b.d), half_to_f32(b.dmin));
-            for pair in 0..4 {
-                for (high, shift) in [(0, 0), (1, 4)] {
-                    let (scale, min) = scale_min(2 * pair + high, &b.scales);
-                    let (scale, min) = (d * scale as f32, dmin * min as f32);
-                    for i in 0..32 {
-                        out[pair * 64 + high * 32 + i] = scale * ((b.qs[pair * 32 + i] >> shift) & 15) as f32 - min;
-                    }
-                }
-            }
-        }),
-        Decoder::Q5K => blocks::<Q5K, 256>(bytes, out, |b, out| {
-            let (d, dmin) = (half_to_f32(b.d), half_to_f32(b.dmin));
-            for pair in 0..4 {
-                for (high, shift) in [(0, 0), (1, 4)] {
-                    let (scale, min) = scale_min(2 * pair + high, &b.scales);
-                    let (scale, min) = (d * scale as f32, dmin * min as f32);
-                    for i in 0..32 {
-                        let fifth = (b.qh[i] >> (2 * pair + high)) & 1;
-                        let q = ((b.qs[pair * 32 + i] >> shift) & 15) | fifth << 4;
-                        out[pair * 64 + high * 32 + i] = scale * q as f32 - min;
-                    }
-                }
-            }
-        }),
-        Decoder::Q6K => blocks::<Q6K, 256>(bytes, out, |b, out| {
-            let d = half_to_f32(b.d);
-            for half in 0..2 {
-                for quarter in 0..4 {
-                    let (low, shift) = (half * 64 + (quarter % 2) * 32, 4 * (quarter / 2));
-                    for i in 0..32 {
-                        let bits = (b.ql[low + i] >> shift) & 15 | ((b.qh[half * 32 + i] >> (2 * quarter)) & 3) << 4;
-                        let scale = d * b.scales[half * 8 + quarter * 2 + i / 16] as f32;
-                        out[half * 128 + quarter * 32 + i] = scale * (bits as i32 - 32) as f32;
-                    }
-                }
-            }
-        }),
+        Decoder::F32 => row::<F32, 1>(bytes, out),
+        Decoder::F16 => row::<F16, 1>(bytes, out),
+        Decoder::Bf16 => row::<Bf16, 1>(bytes, out),
+        Decoder::Q4_0 => row::<Q4_0, 32>(bytes, out),
+        Decoder::Q4_1 => row::<Q4_1, 32>(bytes, out),
+        Decoder::Q5_0 => row::<Q5_0, 32>(bytes, out),
+        Decoder::Q5_1 => row::<Q5_1, 32>(bytes, out),
+        Decoder::Q8_0 => row::<Q8_0, 32>(bytes, out),
+        Decoder::Q4K => row::<Q4K, 256>(bytes, out),
+        Decoder::Q5K => row::<Q5K, 256>(bytes, out),
+        Decoder::Q6K => row::<Q6K, 256>(bytes, out),
         Decoder::Candle => return false,
     }
     true
 }
 
 #[inline(always)]
-fn each<T>(values: &[T], out: &mut [f32], f: impl Fn(&T) -> f32) {
-    for (value, out) in values.iter().zip(out) {
-        *out = f(value);
-    }
-}
-
-#[inline(always)]
-fn blocks<B: AnyBitPattern, const N: usize>(bytes: &[u8], out: &mut [f32], f: impl Fn(&B, &mut [f32; N])) {
+fn row<B: Block<N>, const N: usize>(bytes: &[u8], out: &mut [f32]) {
     for (block, out) in cast_slice::<u8, B>(bytes).iter().zip(out.as_chunks_mut::<N>().0) {
-        f(block, out);
+        block.decode(out);
     }
 }
 
-/// 32 codes of 4 bits: byte `i` holds element `i` below element `i + 16`.
-#[inline(always)]
-fn nibbles(qs: &[u8; 16], out: &mut [f32; 32], f: impl Fn(u8) -> f32) {
-    for i in 0..16 {
-        out[i] = f(qs[i] & 15);
-    }
-    for i in 0..16 {
-        out[i + 16] = f(qs[i] >> 4);
-    }
+/// `N` weights as they are stored. `decode` is inlined into functions compiled for an instruction set, and so must be
+/// everything that it calls: a closure would not be.
+trait Block<const N: usize>: AnyBitPattern {
+    fn decode(&self, out: &mut [f32; N]);
 }
 
-/// 32 codes of 5 bits: as [`nibbles`], the fifth bits in one word.
+macro_rules! block {
+    ($(#[$doc:meta])* $name:ident, $n:literal, { $($field:ident: $type:ty),* }, |$b:ident, $out:ident| $body:block) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, AnyBitPattern)]
+        #[repr(C)]
+        struct $name {
+            $($field: $type,)*
+        }
+
+        impl Block<$n> for $name {
+            #[inline(always)]
+            fn decode(&self, $out: &mut [f32; $n]) {
+                let $b = self;
+                $body
+            }
+        }
+    };
+}
+
+block!(F32, 1, { value: f32 }, |b, out| { *out = [b.value]; });
+block!(F16, 1, { bits: u16 }, |b, out| { *out = [half_to_f32(b.bits)]; });
+block!(Bf16, 1, { bits: u16 }, |b, out| { *out = [f32::from_bits((b.bits as u32) << 16)]; });
+
+block!(
+    /// `d (q - 8)`; byte `i` holds element `i` below element `i + 16`, as in all of the following.
+    Q4_0, 32, { d: u16, qs: [u8; 16] }, |b, out| {
+        let d = half_to_f32(b.d);
+        for i in 0..16 {
+            out[i] = ((b.qs[i] & 15) as i32 - 8) as f32 * d;
+            out[i + 16] = ((b.qs[i] >> 4) as i32 - 8) as f32 * d;
+        }
+    }
+);
+
+block!(
+    /// `d q + m`.
+    Q4_1, 32, { d: u16, m: u16, qs: [u8; 16] }, |b, out| {
+        let (d, m) = (half_to_f32(b.d), half_to_f32(b.m));
+        for i in 0..16 {
+            out[i] = (b.qs[i] & 15) as f32 * d + m;
+            out[i + 16] = (b.qs[i] >> 4) as f32 * d + m;
+        }
+    }
+);
+
+block!(
+    /// `d (q - 16)`, the fifth bits of all elements in one word.
+    Q5_0, 32, { d: u16, qh: [u8; 4], qs: [u8; 16] }, |b, out| {
+        let (d, qh) = (half_to_f32(b.d), u32::from_le_bytes(b.qh));
+        for i in 0..16 {
+            out[i] = (fifth(b.qs[i] & 15, qh, i) as i32 - 16) as f32 * d;
+            out[i + 16] = (fifth(b.qs[i] >> 4, qh, i + 16) as i32 - 16) as f32 * d;
+        }
+    }
+);
+
+block!(
+    /// `d q + m`.
+    Q5_1, 32, { d: u16, m: u16, qh: [u8; 4], qs: [u8; 16] }, |b, out| {
+        let (d, m, qh) = (half_to_f32(b.d), half_to_f32(b.m), u32::from_le_bytes(b.qh));
+        for i in 0..16 {
+            out[i] = fifth(b.qs[i] & 15, qh, i) as f32 * d + m;
+            out[i + 16] = fifth(b.qs[i] >> 4, qh, i + 16) as f32 * d + m;
+        }
+    }
+);
+
+block!(
+    /// `d q`.
+    Q8_0, 32, { d: u16, qs: [i8; 32] }, |b, out| {
+        let d = half_to_f32(b.d);
+        for i in 0..32 {
+            out[i] = b.qs[i] as f32 * d;
+        }
+    }
+);
+
+block!(
+    /// Eight sub-blocks of 32, each `d s q - dmin m` with 6-bit `s` and `m`; a byte holds two sub-blocks.
+    Q4K, 256, { d: u16, dmin: u16, scales: [u8; 12], qs: [u8; 128] }, |b, out| {
+        let (d, dmin) = (half_to_f32(b.d), half_to_f32(b.dmin));
+        for sub in 0..8 {
+            let (scale, min) = scale_min(sub, &b.scales);
+            let (scale, min) = (d * scale as f32, dmin * min as f32);
+            for i in 0..32 {
+                let q = (b.qs[sub / 2 * 32 + i] >> (sub % 2 * 4)) & 15;
+                out[sub * 32 + i] = scale * q as f32 - min;
+            }
+        }
+    }
+);
+
+block!(
+    /// As [`Q4K`], with bit `sub` of `qh` above the four.
+    Q5K, 256, { d: u16, dmin: u16, scales: [u8; 12], qh: [u8; 32], qs: [u8; 128] }, |b, out| {
+        let (d, dmin) = (half_to_f32(b.d), half_to_f32(b.dmin));
+        for sub in 0..8 {
+            let (scale, min) = scale_min(sub, &b.scales);
+            let (scale, min) = (d * scale as f32, dmin * min as f32);
+            for i in 0..32 {
+                let q = (b.qs[sub / 2 * 32 + i] >> (sub % 2 * 4)) & 15 | ((b.qh[i] >> sub) & 1) << 4;
+                out[sub * 32 + i] = scale * q as f32 - min;
+            }
+        }
+    }
+);
+
+block!(
+    /// Sixteen sub-blocks of 16, each `d s (q - 32)` with an 8-bit `s`; the upper two bits of `q` lie apart.
+    Q6K, 256, { ql: [u8; 128], qh: [u8; 64], scales: [i8; 16], d: u16 }, |b, out| {
+        let d = half_to_f32(b.d);
+        for sub in 0..16 {
+            // 128 elements take 64 bytes of ql, which hold elements 64 apart, and 32 bytes of qh, which hold four.
+            let (half, quarter, side) = (sub / 8, sub % 8 / 2, sub % 2 * 16);
+            let scale = d * b.scales[sub] as f32;
+            for i in 0..16 {
+                let low = (b.ql[half * 64 + quarter % 2 * 32 + side + i] >> (quarter / 2 * 4)) & 15;
+                let high = (b.qh[half * 32 + side + i] >> (quarter * 2)) & 3;
+                out[sub * 16 + i] = scale * ((low | high << 4) as i32 - 32) as f32;
+            }
+        }
+    }
+);
+
+/// Puts bit `i` of `qh` above four bits.
 #[inline(always)]
-fn fives(qh: u32, qs: &[u8; 16], out: &mut [f32; 32], f: impl Fn(u32) -> f32) {
-    for i in 0..16 {
-        out[i] = f((qs[i] & 15) as u32 | ((qh >> i) & 1) << 4);
-    }
-    for i in 0..16 {
-        out[i + 16] = f((qs[i] >> 4) as u32 | ((qh >> (i + 16)) & 1) << 4);
-    }
+fn fifth(low: u8, qh: u32, i: usize) -> u32 {
+    low as u32 | ((qh >> i) & 1) << 4
 }
 
 /// The 6-bit scale and minimum of sub-block `i` of a Q4_K or Q5_K block.
@@ -192,73 +246,6 @@ fn half_to_f32(bits: u16) -> f32 {
     let scaled = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000);
     let special = if magnitude >= 0x0f80_0000 { 0x7f80_0000 } else { 0 };
     f32::from_bits(scaled.to_bits() | special | (bits as u32 & 0x8000) << 16)
-}
-
-#[derive(Clone, Copy, AnyBitPattern)]
-#[repr(C)]
-struct Q4_0 {
-    d: u16,
-    qs: [u8; 16],
-}
-
-#[derive(Clone, Copy, AnyBitPattern)]
-#[repr(C)]
-struct Q4_1 {
-    d: u16,
-    m: u16,
-    qs: [u8; 16],
-}
-
-#[derive(Clone, Copy, AnyBitPattern)]
-#[repr(C)]
-struct Q5_0 {
-    d: u16,
-    qh: [u8; 4],
-    qs: [u8; 16],
-}
-
-#[derive(Clone, Copy, AnyBitPattern)]
-#[repr(C)]
-struct Q5_1 {
-    d: u16,
-    m: u16,
-    qh: [u8; 4],
-    qs: [u8; 16],
-}
-
-#[derive(Clone, Copy, AnyBitPattern)]
-#[repr(C)]
-struct Q8_0 {
-    d: u16,
-    qs: [i8; 32],
-}
-
-#[derive(Clone, Copy, AnyBitPattern)]
-#[repr(C)]
-struct Q4K {
-    d: u16,
-    dmin: u16,
-    scales: [u8; 12],
-    qs: [u8; 128],
-}
-
-#[derive(Clone, Copy, AnyBitPattern)]
-#[repr(C)]
-struct Q5K {
-    d: u16,
-    dmin: u16,
-    scales: [u8; 12],
-    qh: [u8; 32],
-    qs: [u8; 128],
-}
-
-#[derive(Clone, Copy, AnyBitPattern)]
-#[repr(C)]
-struct Q6K {
-    ql: [u8; 128],
-    qh: [u8; 64],
-    scales: [i8; 16],
-    d: u16,
 }
 
 #[cfg(test)]

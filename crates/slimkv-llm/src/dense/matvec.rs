@@ -53,6 +53,13 @@ fn dots_avx2(weight: &[f32], x: &[f32], out: &mut [f32]) {
     dots_with::<true>(weight, x, out);
 }
 
+/// The dot product of two rows.
+pub(super) fn one_dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut out = [0.0];
+    dots(a, b, &mut out);
+    out[0]
+}
+
 #[inline(always)]
 fn dots_with<const FUSED: bool>(weight: &[f32], x: &[f32], out: &mut [f32]) {
     for (x, out) in x.chunks_exact(weight.len()).zip(out) {

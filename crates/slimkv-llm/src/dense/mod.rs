@@ -6,6 +6,7 @@
 
 mod blocks;
 mod matvec;
+pub(crate) mod ops;
 
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
@@ -18,6 +19,28 @@ use blocks::Decoder;
 const FEW_ROWS: usize = 8;
 /// Elements of a decoded panel: 16 MiB, so that the temporary stays small for any vocabulary.
 const PANEL: usize = 1 << 22;
+/// Weights that one thread decodes at a time: some 10 microseconds of work.
+const TASK: usize = 1 << 15;
+
+/// Rows of f32, one for each token.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Activations {
+    /// Row after row.
+    pub data: Vec<f32>,
+    /// Elements of a row; positive.
+    pub cols: usize,
+}
+
+impl Activations {
+    pub fn rows(&self) -> usize {
+        self.data.len() / self.cols
+    }
+
+    /// Rows `first..first + count`.
+    pub fn narrow(&self, first: usize, count: usize) -> Activations {
+        Activations { data: self.data[first * self.cols..(first + count) * self.cols].to_vec(), cols: self.cols }
+    }
+}
 
 /// A weight matrix `[out, in]` as its file stores it, with an optional bias.
 pub(crate) struct Linear {
@@ -25,89 +48,114 @@ pub(crate) struct Linear {
     decoder: Decoder,
     rows: usize,
     cols: usize,
-    bias: Option<Tensor>,
+    bias: Option<Vec<f32>>,
 }
 
 impl Linear {
     /// Wraps a matrix; `bias` has as many elements as the matrix rows.
-    pub fn new(weight: QTensor, bias: Option<Tensor>) -> Result<Self> {
+    pub fn new(weight: QTensor, bias: Option<Vec<f32>>) -> Result<Self> {
         let (rows, cols) = weight.shape().dims2()?;
         let decoder = Decoder::of(weight.dtype());
         Ok(Linear { weight, decoder, rows, cols, bias })
     }
 
-    /// `x W^T + b` for `x` `[n, in]`, f32.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (n, _) = x.dims2()?;
-        let y = match n <= FEW_ROWS {
-            true => self.few(x, n)?,
-            false => self.many(x, n)?,
-        };
-        Ok(match &self.bias {
-            Some(bias) => y.broadcast_add(bias)?,
-            None => y,
-        })
+    /// `x W^T + b` for `x` `[n, in]`.
+    pub fn forward(&self, x: &Activations) -> Result<Activations> {
+        Self::forward_all([self], x).map(|[y]| y)
+    }
+
+    /// The products of several matrices with the same activations.
+    pub fn forward_all<const N: usize>(linears: [&Linear; N], x: &Activations) -> Result<[Activations; N]> {
+        let n = x.rows();
+        let mut products = linears.map(|l| Activations { data: vec![0.0; n * l.rows], cols: l.rows });
+        if n <= FEW_ROWS {
+            few(&linears, x, &mut products)?;
+        } else {
+            let x = Tensor::from_slice(&x.data, (n, x.cols), &Device::Cpu)?;
+            for (linear, product) in linears.iter().zip(&mut products) {
+                linear.many(&x, product)?;
+            }
+        }
+        for (linear, product) in linears.iter().zip(&mut products) {
+            if let Some(bias) = &linear.bias {
+                product.data.chunks_mut(linear.rows).for_each(|row| ops::add(row, bias));
+            }
+        }
+        Ok(products)
     }
 
     /// The rows of the matrix at the given indices, decoded: the token embedding. Indices are below the number of rows.
-    pub fn gather(&self, indices: &[u32]) -> Result<Tensor> {
-        let mut out = vec![0.0f32; indices.len() * self.cols];
+    pub fn gather(&self, indices: &[u32]) -> Result<Activations> {
+        let mut data = vec![0.0f32; indices.len() * self.cols];
         let rows = RowReader::new(self)?;
-        for (&index, out) in indices.iter().zip(out.chunks_mut(self.cols)) {
+        for (&index, out) in indices.iter().zip(data.chunks_mut(self.cols)) {
             rows.read(index as usize, out)?;
         }
-        Ok(Tensor::from_vec(out, (indices.len(), self.cols), &Device::Cpu)?)
+        Ok(Activations { data, cols: self.cols })
     }
 
-    fn few(&self, x: &Tensor, n: usize) -> Result<Tensor> {
-        let x = x.flatten_all()?.to_vec1::<f32>()?;
-        let reader = RowReader::new(self)?;
-        // One task is a run of weight rows; its results lie row after row, n to each.
-        let mut by_weight = vec![0.0f32; self.rows * n];
-        let rows_per_task = (1usize << 15).div_ceil(self.cols).max(4);
-        by_weight.par_chunks_mut(rows_per_task * n).enumerate().try_for_each_init(
-            || vec![0.0f32; self.cols],
-            |scratch, (task, out)| -> Result<()> {
-                for (i, out) in out.chunks_mut(n).enumerate() {
-                    reader.read(task * rows_per_task + i, scratch)?;
-                    matvec::dots(scratch, &x, out);
-                }
-                Ok(())
-            },
-        )?;
-        let y = Tensor::from_vec(by_weight, (self.rows, n), &Device::Cpu)?;
-        Ok(if n == 1 { y.reshape((1, self.rows))? } else { y.t()?.contiguous()? })
-    }
-
-    fn many(&self, x: &Tensor, n: usize) -> Result<Tensor> {
+    /// Writes the product with `x` `[n, in]` panel by panel.
+    fn many(&self, x: &Tensor, product: &mut Activations) -> Result<()> {
         let panel_rows = (PANEL / self.cols).clamp(1, self.rows);
-        if panel_rows == self.rows {
-            return Ok(x.matmul(&self.panel(0, self.rows)?.t()?)?);
-        }
-        let y = Tensor::zeros((n, self.rows), candle_core::DType::F32, &Device::Cpu)?;
+        let mut panel = vec![0.0f32; panel_rows * self.cols];
         for first in (0..self.rows).step_by(panel_rows) {
-            let panel = self.panel(first, panel_rows.min(self.rows - first))?;
-            y.slice_set(&x.matmul(&panel.t()?)?, 1, first)?;
+            let count = panel_rows.min(self.rows - first);
+            panel.truncate(count * self.cols);
+            self.decode(first, &mut panel)?;
+            let decoded = Tensor::from_slice(&panel, (count, self.cols), &Device::Cpu)?;
+            let y = x.matmul(&decoded.t()?)?.flatten_all()?.to_vec1::<f32>()?;
+            for (row, y) in product.data.chunks_mut(self.rows).zip(y.chunks(count)) {
+                row[first..first + count].copy_from_slice(y);
+            }
         }
-        Ok(y)
+        Ok(())
     }
 
-    /// Rows `first..first + count`, decoded.
-    fn panel(&self, first: usize, count: usize) -> Result<Tensor> {
+    /// Decodes the rows from `first` on that fill `panel`.
+    fn decode(&self, first: usize, panel: &mut [f32]) -> Result<()> {
         let reader = RowReader::new(self)?;
-        let mut out = vec![0.0f32; count * self.cols];
-        let rows_per_task = (1usize << 16).div_ceil(self.cols);
-        out.par_chunks_mut(rows_per_task * self.cols).enumerate().try_for_each(|(task, out)| -> Result<()> {
-            for (i, out) in out.chunks_mut(self.cols).enumerate() {
-                reader.read(first + task * rows_per_task + i, out)?;
-            }
-            Ok(())
-        })?;
-        Ok(Tensor::from_vec(out, (count, self.cols), &Device::Cpu)?)
+        let rows_per_task = TASK.div_ceil(self.cols);
+        panel.par_chunks_mut(rows_per_task * self.cols).enumerate().try_for_each(|(task, out)| {
+            let rows = out.chunks_mut(self.cols).enumerate();
+            rows.into_iter().try_for_each(|(i, out)| reader.read(first + task * rows_per_task + i, out))
+        })
     }
 }
 
+/// Products with few rows: a task decodes some weight rows, one at a time, and multiplies each with all of `x`.
+fn few(linears: &[&Linear], x: &Activations, products: &mut [Activations]) -> Result<()> {
+    let n = x.rows();
+    // The results of a task lie together: n of them for each weight row.
+    let mut by_weight: Vec<Vec<f32>> = linears.iter().map(|l| vec![0.0; l.rows * n]).collect();
+    let mut tasks = Vec::new();
+    for (linear, out) in linears.iter().zip(&mut by_weight) {
+        let (reader, rows) = (RowReader::new(linear)?, TASK.div_ceil(linear.cols));
+        tasks.extend(out.chunks_mut(rows * n).enumerate().map(|(i, out)| (reader.clone(), i * rows, out)));
+    }
+    tasks.into_par_iter().try_for_each_init(
+        || vec![0.0f32; x.cols],
+        |weight, (reader, first, out)| -> Result<()> {
+            for (i, out) in out.chunks_mut(n).enumerate() {
+                reader.read(first + i, weight)?;
+                matvec::dots(weight, &x.data, out);
+            }
+            Ok(())
+        },
+    )?;
+    for (product, by_weight) in products.iter_mut().zip(by_weight) {
+        if n == 1 {
+            product.data = by_weight;
+            continue;
+        }
+        for (i, row) in product.data.chunks_mut(product.cols).enumerate() {
+            row.iter_mut().zip(by_weight[i..].iter().step_by(n)).for_each(|(y, &v)| *y = v);
+        }
+    }
+    Ok(())
+}
+
 /// Decodes single rows of a matrix.
+#[derive(Clone)]
 struct RowReader<'a> {
     weight: &'a QTensor,
     decoder: Decoder,
@@ -172,8 +220,8 @@ mod tests {
             let weight = QTensor::quantize(&random(5, 512, 3), dtype).unwrap();
             let expected = flat(&weight.dequantize(&Device::Cpu).unwrap());
             let linear = Linear::new(weight, None).unwrap();
-            assert_eq!(flat(&linear.gather(&[0, 1, 2, 3, 4]).unwrap()), expected, "{dtype:?}");
-            assert_eq!(flat(&linear.gather(&[3]).unwrap()), expected[3 * 512..4 * 512], "{dtype:?}");
+            assert_eq!(linear.gather(&[0, 1, 2, 3, 4]).unwrap().data, expected, "{dtype:?}");
+            assert_eq!(linear.gather(&[3]).unwrap().data, expected[3 * 512..4 * 512], "{dtype:?}");
         }
     }
 
@@ -183,12 +231,13 @@ mod tests {
             let weight = QTensor::quantize(&random(70, 256, 5), dtype).unwrap();
             let dense = weight.dequantize(&Device::Cpu).unwrap();
             let bias = random(1, 70, 9).reshape(70).unwrap();
-            let linear = Linear::new(weight, Some(bias.clone())).unwrap();
+            let linear = Linear::new(weight, Some(flat(&bias))).unwrap();
             for n in [1, 2, 7, 8, 9, 33] {
                 let x = random(n, 256, 7 + n as u32);
                 let expected = flat(&x.matmul(&dense.t().unwrap()).unwrap().broadcast_add(&bias).unwrap());
-                let found = flat(&linear.forward(&x).unwrap());
-                let worst = expected.iter().zip(&found).map(|(e, f)| (e - f).abs()).fold(0.0, f32::max);
+                let found = linear.forward(&Activations { data: flat(&x), cols: 256 }).unwrap();
+                assert_eq!((found.rows(), found.cols), (n, 70));
+                let worst = expected.iter().zip(&found.data).map(|(e, f)| (e - f).abs()).fold(0.0, f32::max);
                 assert!(worst < 2e-5, "{dtype:?} {n}: {worst}");
             }
         }
@@ -198,10 +247,10 @@ mod tests {
     fn panels_cover_a_matrix_that_is_larger_than_one() {
         let (rows, cols) = (PANEL / 256 + 3, 256);
         let linear = Linear::new(QTensor::quantize(&random(rows, cols, 1), GgmlDType::Q8_0).unwrap(), None).unwrap();
-        let x = random(FEW_ROWS + 1, cols, 2);
+        let x = Activations { data: flat(&random(FEW_ROWS + 1, cols, 2)), cols };
         let many = linear.forward(&x).unwrap();
-        let few = linear.forward(&x.narrow(0, 0, 1).unwrap()).unwrap();
-        let worst = flat(&many).iter().zip(&flat(&few)).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let few = linear.forward(&x.narrow(1, 1)).unwrap();
+        let worst = many.narrow(1, 1).data.iter().zip(&few.data).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(worst < 2e-5, "{worst}");
     }
 }

@@ -17,6 +17,7 @@ mod plan;
 mod run;
 mod tensors;
 mod text;
+mod warm;
 
 use std::process::ExitCode;
 
@@ -56,6 +57,7 @@ enum Command {
     EvalWorker(eval::WorkerArgs),
     Op(op::Args),
     Bench(bench::Args),
+    Warm(warm::Args),
     Plan(plan::Args),
 }
 
@@ -82,6 +84,7 @@ fn dispatch(command: Command) -> Outcome {
         Command::EvalWorker(args) => eval::work(&args),
         Command::Op(args) => op::op(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Warm(args) => warm::warm(&args),
         Command::Plan(args) => plan::plan(&args),
     }
 }

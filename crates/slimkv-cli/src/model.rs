@@ -59,9 +59,14 @@ pub fn load(named: Option<&Path>) -> Outcome<Model> {
     Model::load(locate(named)?, &LoadOptions::default()).map_err(failure)
 }
 
-/// The geometry of a model's cache, the bytes of its weights, and the context that it was made for. Reads no weights.
+/// The numbers that describe a model. Reads no weights.
+pub fn config(path: &Path) -> Outcome<Config> {
+    Config::read(locate(Some(path))?).map_err(failure)
+}
+
+/// The geometry of a model's cache, the bytes of its weights, and the context that it was made for.
 pub fn describe(path: &Path) -> Outcome<(Geometry, u64, Option<usize>)> {
-    let config = Config::read(locate(Some(path))?).map_err(failure)?;
+    let config = config(path)?;
     Ok((config.geometry(1), config.weight_bytes, Some(config.context)))
 }
 

@@ -77,7 +77,7 @@ fn draw<B: DrawingBackend>(root: DrawingArea<B, Shift>, title: &str, records: &[
     register_font(FONT, FontStyle::Normal, epaint_default_fonts::UBUNTU_LIGHT)
         .map_err(|_| failed("the built-in font cannot be read"))?;
     root.fill(&WHITE).map_err(failed)?;
-    let root = root.titled(title, (FONT, 22).into_font().color(&INK)).map_err(failed)?;
+    let root = root.margin(8, 0, 0, 0).titled(title, (FONT, 22).into_font().color(&INK)).map_err(failed)?;
     let panels = root.split_evenly((1, 2));
     panel(&panels[0], "perplexity", records, false, |r| Some(r.perplexity))?;
     panel(&panels[1], "mean KL divergence from fp16 (log scale)", records, true, |r| {

@@ -51,3 +51,21 @@ fn every_kind_writes_the_promised_keys() {
         }
     }
 }
+
+#[cfg(unix)]
+#[test]
+fn an_interrupt_ends_with_130_and_writes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    // Cold: it takes seconds to fill that many caches.
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_slimkv"))
+        .args(["bench", "decode", "--json", "bench.json"])
+        .current_dir(folder.path())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    // SAFETY: the process is our child and has not been waited for, so the id is still its own.
+    assert_eq!(unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGINT) }, 0);
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(super::names(folder.path()).is_empty());
+}

@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::*;
 
+use super::math::exp2_fraction;
 use super::{Kernel, Simd};
 
 /// The proof that the machine has it.
@@ -103,6 +104,15 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn exp2i(self, n: __m512i) -> __m512 {
         unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_add_epi32(n, _mm512_set1_epi32(127)))) }
+    }
+    #[inline(always)]
+    fn exp2_nonpositive(self, x: __m512) -> __m512 {
+        // The scaling instruction rounds to zero far below, keeps NaN, and takes -inf.
+        unsafe {
+            let floor = _mm512_max_ps(_mm512_set1_ps(-200.0), x);
+            let n = _mm512_roundscale_ps::<_MM_FROUND_TO_NEAREST_INT>(floor);
+            _mm512_scalef_ps(exp2_fraction(self, _mm512_sub_ps(floor, n)), n)
+        }
     }
     #[inline(always)]
     unsafe fn load_u8(self, p: *const u8) -> __m512i {

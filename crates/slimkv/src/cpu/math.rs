@@ -5,21 +5,31 @@ use super::Simd;
 /// `log2(e)`: attention works in powers of two.
 pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
-/// `2^x` for `x <= 0`, within 2 ulp; exactly 0 below -126 and for `-inf`, NaN for NaN.
+/// `2^x` for `x <= 0`, within 2 ulp; 0 for `-inf` and wherever `2^x` is no normal number or close to it, NaN for NaN.
 #[inline(always)]
 pub(crate) fn exp2_nonpositive<S: Simd>(s: S, x: S::F) -> S::F {
-    // 2^f on [-0.5, 0.5] (Cephes).
-    const C: [f32; 6] = [1.535_336_2e-4, 1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1];
+    s.exp2_nonpositive(x)
+}
+
+/// `2^x` from the parts before and after the point.
+#[inline(always)]
+pub(super) fn exp2_by_parts<S: Simd>(s: S, x: S::F) -> S::F {
     let floor = s.splat(-126.0);
     let clamped = s.max(floor, x);
     let n = s.round(clamped);
-    let f = s.sub(clamped, s.to_f(n));
+    let value = s.mul(exp2_fraction(s, s.sub(clamped, s.to_f(n))), s.exp2i(n));
+    s.select_eq(clamped, floor, s.splat(0.0), value)
+}
+
+/// `2^f` on [-0.5, 0.5] (Cephes).
+#[inline(always)]
+pub(super) fn exp2_fraction<S: Simd>(s: S, f: S::F) -> S::F {
+    const C: [f32; 6] = [1.535_336_2e-4, 1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1];
     let mut p = s.splat(C[0]);
     for c in &C[1..] {
         p = s.fma(p, f, s.splat(*c));
     }
-    let value = s.mul(s.fma(p, f, s.splat(1.0)), s.exp2i(n));
-    s.select_eq(clamped, floor, s.splat(0.0), value)
+    s.fma(p, f, s.splat(1.0))
 }
 
 #[cfg(test)]

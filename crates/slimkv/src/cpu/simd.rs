@@ -56,6 +56,11 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn to_f(self, x: Self::I) -> Self::F;
     /// `2^n` for `-126 <= n <= 127`.
     fn exp2i(self, n: Self::I) -> Self::F;
+    /// [`exp2_nonpositive`](super::math::exp2_nonpositive) in the best way of this machine.
+    #[inline(always)]
+    fn exp2_nonpositive(self, x: Self::F) -> Self::F {
+        super::math::exp2_by_parts(self, x)
+    }
     unsafe fn load_u8(self, p: *const u8) -> Self::I;
     /// Stores the low byte of each element.
     unsafe fn store_u8(self, p: *mut u8, x: Self::I);

@@ -96,7 +96,10 @@ pub(super) fn walk(
             scores[..hide(visible.start)].fill(f32::NEG_INFINITY);
             scores[hide(visible.end)..].fill(f32::NEG_INFINITY);
         }
-        worker.isa().run(Softmax { scores: &mut block.0[..rows], state: &mut state });
+        for (r, scores) in block.0[..rows].iter_mut().enumerate() {
+            worker.stay_awake();
+            worker.isa().run(Softmax { scores, state: &mut state, r });
+        }
         values.accumulate(worker, range, &block, &state.keep, &state.factor);
     }
     let (sums, ends) = partial.split_at_mut(partial.len() - 2 * rows);
@@ -127,10 +130,11 @@ impl Default for State {
     }
 }
 
-/// Turns the scores of a block into weights relative to the block's own maximum, and updates the state.
+/// Turns the scores of row `r` of a block into weights relative to the block's own maximum, and updates the state.
 struct Softmax<'a> {
-    scores: &'a mut [[f32; BLOCK]],
+    scores: &'a mut [f32; BLOCK],
     state: &'a mut State,
+    r: usize,
 }
 
 impl Kernel for Softmax<'_> {
@@ -138,34 +142,32 @@ impl Kernel for Softmax<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Softmax { scores, state } = self;
-        for (r, row) in scores.iter_mut().enumerate() {
-            let p = row.as_mut_ptr();
-            let mut max = s.splat(f32::NEG_INFINITY);
-            for i in (0..BLOCK).step_by(S::LANES) {
-                // SAFETY: `LANES` divides `BLOCK`, the length of the row.
-                max = s.max(max, unsafe { s.load(p.add(i)) });
-            }
-            let block_max = s.max_lane(max);
-            if block_max == f32::NEG_INFINITY {
-                row.fill(0.0);
-                (state.keep[r], state.factor[r]) = (1.0, 0.0);
-                continue;
-            }
-            let mut sum = s.splat(0.0);
-            for i in (0..BLOCK).step_by(S::LANES) {
-                // SAFETY: as above.
-                unsafe {
-                    let weight = exp2_nonpositive(s, s.sub(s.load(p.add(i)), s.splat(block_max)));
-                    sum = s.add(sum, weight);
-                    s.store(p.add(i), weight);
-                }
-            }
-            let old = state.max[r];
-            state.max[r] = old.max(block_max);
-            state.keep[r] = (old - state.max[r]).exp2();
-            state.factor[r] = (block_max - state.max[r]).exp2();
-            state.sum[r] = state.sum[r] * state.keep[r] + state.factor[r] * s.sum(sum);
+        let Softmax { scores, state, r } = self;
+        let p = scores.as_mut_ptr();
+        let mut max = s.splat(f32::NEG_INFINITY);
+        for i in (0..BLOCK).step_by(S::LANES) {
+            // SAFETY: `LANES` divides `BLOCK`, the length of the row.
+            max = s.max(max, unsafe { s.load(p.add(i)) });
         }
+        let block_max = s.max_lane(max);
+        if block_max == f32::NEG_INFINITY {
+            scores.fill(0.0);
+            (state.keep[r], state.factor[r]) = (1.0, 0.0);
+            return;
+        }
+        let mut sum = s.splat(0.0);
+        for i in (0..BLOCK).step_by(S::LANES) {
+            // SAFETY: as above.
+            unsafe {
+                let weight = exp2_nonpositive(s, s.sub(s.load(p.add(i)), s.splat(block_max)));
+                sum = s.add(sum, weight);
+                s.store(p.add(i), weight);
+            }
+        }
+        let old = state.max[r];
+        state.max[r] = old.max(block_max);
+        state.keep[r] = (old - state.max[r]).exp2();
+        state.factor[r] = (block_max - state.max[r]).exp2();
+        state.sum[r] = state.sum[r] * state.keep[r] + state.factor[r] * s.sum(sum);
     }
 }

@@ -213,6 +213,27 @@ fn prefetch(from: *const u8, len: usize) {
     }
 }
 
+/// Sixteen parameters from `at` on; zeros past the end.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+fn load_params(params: Floats, at: usize) -> std::arch::x86_64::__m512 {
+    use std::arch::x86_64::*;
+    let left = params.len().saturating_sub(at).min(16);
+    let mask = ((1u32 << left) - 1) as u16;
+    // SAFETY: only elements inside the slice are read.
+    unsafe {
+        match params {
+            Floats::F16(x) => _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, x.as_ptr().wrapping_add(at).cast())),
+            Floats::BF16(x) => {
+                let bits = _mm256_maskz_loadu_epi16(mask, x.as_ptr().wrapping_add(at).cast());
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+            }
+            Floats::F32(x) => _mm512_maskz_loadu_ps(mask, x.as_ptr().wrapping_add(at)),
+        }
+    }
+}
+
 /// Splits 16-bit integers of magnitude at most 32512 into two planes of signed bytes, `x = 256 * high + low`; the bytes of
 /// the two registers alternate by 64 bits.
 #[cfg(target_arch = "x86_64")]

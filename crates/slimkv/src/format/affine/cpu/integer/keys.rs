@@ -6,7 +6,6 @@ use std::ops::Range;
 use super::quantizer;
 use super::spread::{Order, Spread};
 use crate::attend::decode::cpu::{self as skeleton, Block, Keys, Queries};
-use crate::cpu::floats::Widen;
 use crate::cpu::product::{self, Codes, Steps, Sums};
 use crate::cpu::{Isa, Worker};
 use crate::format::affine::Axis;
@@ -24,7 +23,6 @@ const TILES: usize = skeleton::BLOCK / TOKENS;
 
 /// Key codes that share parameters among tokens.
 pub(crate) struct KeyPlan<'a> {
-    isa: Isa,
     rows: Tiles<'a>,
     spread: Spread,
     row_bytes: usize,
@@ -36,7 +34,6 @@ impl<'a> KeyPlan<'a> {
         let served = matches!(isa, Isa::Avx512 | Isa::Amx) && rows.axis == Axis::Tokens && rows.group % TOKENS == 0;
         let (bits, row_bytes) = rows.row_layout();
         served.then(|| KeyPlan {
-            isa,
             spread: Spread::new(bits, rows.head_dim, row_bytes, Order::Channels),
             row_bytes,
             rows,
@@ -54,8 +51,7 @@ impl skeleton::KeyPlan for KeyPlan<'_> {
             rows,
             stride,
             queries: vec![0.0; quads * QUAD * stride],
-            scale: vec![0.0; stride],
-            zero: vec![0.0; stride],
+            products: vec![0.0; QUAD * stride],
             folded: (0..groups).map(|_| Folded::new(quads, chunks)).collect(),
             keys: vec![Codes::ZERO; TILES * chunks],
             sums: vec![[Sums::ZERO; 4]; quads.div_ceil(2) * TILES / 4],
@@ -71,9 +67,8 @@ struct IntegerKeys<'a> {
     stride: usize,
     /// Query rows, padded to a multiple of [`QUAD`].
     queries: Vec<f32>,
-    /// The parameters of one group of tokens.
-    scale: Vec<f32>,
-    zero: Vec<f32>,
+    /// Four query rows times the scales of one group of tokens.
+    products: Vec<f32>,
     /// The queries for each group of tokens in a block.
     folded: Vec<Folded>,
     /// `[tiles, chunks]`: the codes of a block.
@@ -117,10 +112,10 @@ impl IntegerKeys<'_> {
     fn scores_avx512(&mut self, worker: &Worker, tokens: Range<usize>, scores: &mut Block) {
         let group = self.plan.rows.group;
         let first_group = tokens.start / group;
+        self.load_codes(worker, tokens.clone());
         for (i, group) in (first_group..tokens.end.div_ceil(group)).enumerate() {
-            self.enter(i, group);
+            self.enter(worker, i, group);
         }
-        self.load_codes(tokens.clone());
         let chunks = self.plan.spread.chunks();
         // Tiles past the tokens repeat the last group; nobody reads their scores.
         let last = tokens.end.div_ceil(group) - 1 - first_group;
@@ -137,6 +132,7 @@ impl IntegerKeys<'_> {
             let rows = QUAD.min(self.rows - quad * QUAD);
             let sums = self.sums[quad / 2 * TILES / 4..].iter().flatten();
             for (tile, sums) in sums.enumerate().take(tokens.len().div_ceil(TOKENS)) {
+                worker.stay_awake();
                 put(sums, &self.folded[folded(tile)], quad, rows, &mut scores.0, tile * TOKENS);
             }
         }
@@ -144,7 +140,7 @@ impl IntegerKeys<'_> {
 
     /// Spreads the codes of a block.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn load_codes(&mut self, tokens: Range<usize>) {
+    fn load_codes(&mut self, worker: &Worker, tokens: Range<usize>) {
         let plan = self.plan;
         let (codes, chunks) = (plan.rows.code_bytes(), plan.spread.chunks());
         let at = (self.matrix * plan.rows.capacity + tokens.start) * plan.row_bytes;
@@ -153,6 +149,7 @@ impl IntegerKeys<'_> {
         for (rows, tile) in tiles {
             cpu::prefetch(rows.as_ptr().wrapping_add(skeleton::BLOCK * plan.row_bytes), rows.len());
             for (j, keys) in tile.iter_mut().enumerate() {
+                worker.stay_awake();
                 let spreader = plan.spread.chunk(j);
                 for (key, row) in keys.0.iter_mut().zip(rows.chunks_exact(plan.row_bytes)) {
                     // SAFETY: the row has the width that the plan's spread was made for; `key` is an aligned 64 bytes.
@@ -164,38 +161,41 @@ impl IntegerKeys<'_> {
 
     /// Folds the scales and zero points of a group of tokens into the queries, as group `i` of the block.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn enter(&mut self, i: usize, group: usize) {
+    fn enter(&mut self, worker: &Worker, i: usize, group: usize) {
         let rows = &self.plan.rows;
         for params in [rows.scale, rows.zero] {
             let len = rows.head_dim * params.element_size();
             let row = rows.param_row(params, self.matrix, group).address(0);
             cpu::prefetch(row.wrapping_add(skeleton::BLOCK.div_ceil(rows.group) * len), len);
         }
-        self.plan.isa.run(Widen { from: rows.param_row(rows.scale, self.matrix, group), to: &mut self.scale });
-        self.plan.isa.run(Widen { from: rows.param_row(rows.zero, self.matrix, group), to: &mut self.zero });
         for quad in 0..self.rows.div_ceil(QUAD) {
-            self.fold(i, quad);
+            worker.stay_awake();
+            self.fold(i, group, quad);
         }
     }
 
     /// Four query rows times the scales, as planes.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn fold(&mut self, group: usize, quad: usize) {
-        let stride = self.stride;
-        let folded = &mut self.folded[group];
-        assert_eq!(stride, tile_stride(self.plan.rows.head_dim));
-        assert!(self.scale.len() == stride && self.zero.len() == stride);
+    fn fold(&mut self, i: usize, group: usize, quad: usize) {
+        let (stride, rows) = (self.stride, &self.plan.rows);
+        let folded = &mut self.folded[i];
+        let scale = rows.param_row(rows.scale, self.matrix, group);
+        let zero = rows.param_row(rows.zero, self.matrix, group);
         let queries = &self.queries[quad * QUAD * stride..(quad + 1) * QUAD * stride];
-        // SAFETY (of the loads here and below): `c + 16 <= stride`, the length of a row.
-        let load = |x: &[f32], at: usize| unsafe { _mm512_loadu_ps(x.as_ptr().add(at)) };
+        let products = &mut self.products[..QUAD * stride];
         let mut peak = [_mm512_setzero_ps(); QUAD];
         let mut offset = [_mm512_setzero_ps(); QUAD];
         for c in (0..stride).step_by(16) {
-            let (scale, zero) = (load(&self.scale, c), load(&self.zero, c));
+            let (scale, zero) = (cpu::load_params(scale, c), cpu::load_params(zero, c));
             for r in 0..QUAD {
-                let query = load(queries, r * stride + c);
-                peak[r] = _mm512_max_ps(peak[r], _mm512_abs_ps(_mm512_mul_ps(query, scale)));
-                offset[r] = _mm512_fmadd_ps(query, zero, offset[r]);
+                // SAFETY: `c + 16 <= stride`, the length of the rows of both.
+                unsafe {
+                    let query = _mm512_loadu_ps(queries.as_ptr().add(r * stride + c));
+                    let product = _mm512_mul_ps(query, scale);
+                    _mm512_storeu_ps(products.as_mut_ptr().add(r * stride + c), product);
+                    peak[r] = _mm512_max_ps(peak[r], _mm512_abs_ps(product));
+                    offset[r] = _mm512_fmadd_ps(query, zero, offset[r]);
+                }
             }
         }
         let mut factor = [_mm512_setzero_ps(); QUAD];
@@ -210,9 +210,9 @@ impl IntegerKeys<'_> {
         let high_lanes = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
         let chunks = self.plan.spread.chunks();
         for c in (0..stride).step_by(16) {
-            let scale = load(&self.scale, c);
             let x: [__m512i; QUAD] = std::array::from_fn(|r| {
-                let product = _mm512_mul_ps(load(queries, r * stride + c), scale);
+                // SAFETY: as above.
+                let product = unsafe { _mm512_loadu_ps(products.as_ptr().add(r * stride + c)) };
                 _mm512_cvtps_epi32(_mm512_mul_ps(product, factor[r]))
             });
             let (high, low) = cpu::planes([_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])]);

@@ -23,6 +23,15 @@ struct Chunk {
     first: usize,
     /// Which of the 64 bytes from there on are the row's.
     readable: u64,
+    load: Load,
+}
+
+/// How much of a register a load fills.
+#[derive(Clone, Copy)]
+enum Load {
+    Full,
+    Half,
+    Quarter,
 }
 
 /// How rows of one width and head dimension are spread.
@@ -39,7 +48,9 @@ impl Spread {
         let bit = |code: usize| code / per_word * 32 + code % per_word * bits;
         let chunks = (0..head_dim.div_ceil(64))
             .map(|chunk| {
-                let first = bit(64 * chunk) / 32 * 4;
+                let (start, end) = (bit(64 * chunk) / 8, bit((64 * chunk + 63).min(head_dim - 1)) / 8 + 1);
+                // From the line of a row that begins on one, if that holds all: a load across two lines costs two.
+                let first = if end - start / 64 * 64 <= 64 { start / 64 * 64 } else { start / 4 * 4 };
                 let (mut bytes, mut shifts) = ([0; 64], [0; 64]);
                 for dword in 0..16 {
                     let code = 64 * chunk
@@ -55,7 +66,13 @@ impl Spread {
                     }
                 }
                 let left = row_bytes.saturating_sub(first).min(64);
-                Chunk { bytes, shifts, first, readable: if left == 64 { u64::MAX } else { (1 << left) - 1 } }
+                let readable = if left == 64 { u64::MAX } else { (1 << left) - 1 };
+                let load = match end - first {
+                    0..=16 => Load::Quarter,
+                    17..=32 => Load::Half,
+                    _ => Load::Full,
+                };
+                Chunk { bytes, shifts, first, readable, load }
             })
             .collect();
         Spread { chunks, mask: ((1u32 << bits) - 1) as u8 }
@@ -68,7 +85,7 @@ impl Spread {
 
     /// The spreader of register `j`, with its tables in registers.
     #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi")]
     pub fn chunk(&self, j: usize) -> Spreader {
         let chunk = &self.chunks[j];
         // SAFETY: both tables are 64 bytes.
@@ -81,6 +98,7 @@ impl Spread {
             mask: _mm512_set1_epi8(self.mask as i8),
             first: chunk.first,
             readable: chunk.readable,
+            load: chunk.load,
         }
     }
 }
@@ -93,6 +111,7 @@ pub(super) struct Spreader {
     mask: __m512i,
     first: usize,
     readable: u64,
+    load: Load,
 }
 
 impl Spreader {
@@ -102,10 +121,17 @@ impl Spreader {
     ///
     /// `row` is a row of the width that the [`Spread`] was made for.
     #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi")]
     pub unsafe fn spread(&self, row: *const u8) -> __m512i {
         // SAFETY: only bytes of the row are read.
-        let raw = unsafe { _mm512_maskz_loadu_epi8(self.readable, row.add(self.first).cast()) };
+        let raw = unsafe {
+            let from = row.add(self.first).cast();
+            match self.load {
+                Load::Full => _mm512_maskz_loadu_epi8(self.readable, from),
+                Load::Half => _mm512_zextsi256_si512(_mm256_maskz_loadu_epi8(self.readable as u32, from.cast())),
+                Load::Quarter => _mm512_zextsi128_si512(_mm_maskz_loadu_epi8(self.readable as u16, from.cast())),
+            }
+        };
         let codes = _mm512_multishift_epi64_epi8(self.shifts, _mm512_permutexvar_epi8(self.bytes, raw));
         _mm512_and_si512(codes, self.mask)
     }

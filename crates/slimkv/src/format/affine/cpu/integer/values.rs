@@ -3,6 +3,8 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+use half::f16;
+
 use super::quantizer;
 use super::spread::{Order, Spread};
 use crate::attend::decode::MAX_ROWS;
@@ -142,13 +144,19 @@ impl IntegerValues<'_> {
         let tiles = 4 * plan.spread.chunks();
         // Tiles past the row repeat the last group; nobody reads their sums.
         let group_of = |tile: usize| (tile * CHANNELS / plan.rows.group).min(plan.rows.params[1] - 1);
-        self.load_codes(tokens.clone());
+        self.load_codes(worker, tokens.clone());
+        worker.stay_awake();
         self.load_params(plan.rows.scale, tokens.clone(), false);
+        worker.stay_awake();
         self.load_params(plan.rows.zero, tokens, true);
         for first in (0..self.rows).step_by(self.tile_rows) {
             let rows = first..(first + self.tile_rows).min(self.rows);
             for group in 0..self.groups {
+                worker.stay_awake();
                 self.units[group] = self.weigh(group, rows.clone(), steps, weights);
+            }
+            for group in 0..self.groups {
+                worker.stay_awake();
                 for row in rows.clone() {
                     self.add_zero_points(group, row, &weights.0[row], keep[row], factor[row]);
                 }
@@ -159,6 +167,7 @@ impl IntegerValues<'_> {
                 product::sums(worker, planes, codes, 2 * self.tile_rows, steps, products);
             }
             for (tile, products) in self.products.iter().flatten().enumerate().take(stride / CHANNELS) {
+                worker.stay_awake();
                 let unit = self.units[group_of(tile)];
                 for (r, row) in rows.clone().enumerate() {
                     let total = &mut self.sums[row * stride + tile * CHANNELS..][..CHANNELS];
@@ -171,7 +180,7 @@ impl IntegerValues<'_> {
 
     /// Spreads the codes of a block and interleaves the bytes of every four tokens.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn load_codes(&mut self, tokens: Range<usize>) {
+    fn load_codes(&mut self, worker: &Worker, tokens: Range<usize>) {
         let plan = self.plan;
         let all = plan.rows.code_bytes();
         let at = (self.matrix * plan.rows.capacity + tokens.start) * plan.row_bytes;
@@ -181,6 +190,7 @@ impl IntegerValues<'_> {
             cpu::prefetch(rows.as_ptr().wrapping_add(BLOCK * plan.row_bytes), 4 * plan.row_bytes);
             let (step, q) = (quad / 16, quad % 16);
             let k = 4 * (q % 4) + q / 4;
+            worker.stay_awake();
             for chunk in 0..plan.spread.chunks() {
                 let spreader = plan.spread.chunk(chunk);
                 let zero = _mm512_setzero_si512();
@@ -216,6 +226,9 @@ impl IntegerValues<'_> {
         let ahead = BLOCK * groups * params.element_size();
         cpu::prefetch(from.address(0).wrapping_add(ahead), ahead);
         let to = if zero { &mut self.zero } else { &mut self.scale };
+        if let (Floats::F16(from), 4) = (from, groups) {
+            return transpose_four(from, to);
+        }
         self.plan.isa.run(Widen { from, to: &mut self.wide });
         self.wide[tokens.len() * groups..].fill(0.0);
         match groups {
@@ -285,6 +298,37 @@ impl IntegerValues<'_> {
             let kept = _mm512_mul_ps(_mm512_loadu_ps(offset.as_ptr()), _mm512_set1_ps(keep));
             let sum = _mm512_fmadd_ps(_mm512_add_ps(acc[0], acc[1]), _mm512_set1_ps(factor), kept);
             _mm512_storeu_ps(offset.as_mut_ptr(), sum);
+        }
+    }
+}
+
+/// `[tokens, 4]` to `[4, tokens]`; zeros past the tokens.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+fn transpose_four(from: &[f16], to: &mut [[f32; BLOCK]]) {
+    // Of two registers of eight tokens the groups `first` and `first + 1`, each with its sixteen tokens together.
+    let index = |first: i16| {
+        let index: [i16; 32] = std::array::from_fn(|i| (i % 16 * 4 + i / 16) as i16 + first);
+        // SAFETY: the array is 64 bytes.
+        unsafe { _mm512_loadu_si512(index.as_ptr().cast()) }
+    };
+    let indices = [index(0), index(2)];
+    let tokens = from.len() / 4;
+    for t in (0..BLOCK).step_by(16) {
+        let half = |t: usize| {
+            let mask = ((1u64 << (4 * tokens.saturating_sub(t).min(8))) - 1) as u32;
+            // SAFETY: only elements inside the slice are read.
+            unsafe { _mm512_maskz_loadu_epi16(mask, from.as_ptr().wrapping_add(4 * t).cast()) }
+        };
+        let (a, b) = (half(t), half(t + 8));
+        for (pair, index) in to.chunks_exact_mut(2).zip(indices) {
+            let both = _mm512_permutex2var_epi16(a, index, b);
+            // SAFETY: `t + 16 <= BLOCK`.
+            unsafe {
+                let low = _mm512_castsi512_si256(both);
+                _mm512_storeu_ps(pair[0].as_mut_ptr().add(t), _mm512_cvtph_ps(low));
+                let high = _mm512_extracti64x4_epi64::<1>(both);
+                _mm512_storeu_ps(pair[1].as_mut_ptr().add(t), _mm512_cvtph_ps(high));
+            }
         }
     }
 }

@@ -2,148 +2,60 @@
 
 mod gpu;
 
-use gpu::{Case, Kind, devices};
-use slimkv::DType::{BF16, F16, F32};
-use slimkv::format::Axis;
+use gpu::{Case, cases, devices, segment_to};
+use slimkv::attend::{self, Segment};
+use slimkv::{DType, Device, Tensor};
 
-fn affine(bits: u32, axis: Axis) -> Kind {
-    Kind::Affine { bits, packed: true, group: 32, axis, params: F16 }
-}
-
-#[test]
-fn plain_rows_of_every_dtype() {
-    for device in devices() {
-        for dtype in [F16, BF16, F32] {
-            let kind = Kind::Plain(dtype);
-            Case { keys: kind, values: kind, q_dtype: dtype, segments: vec![vec![37, 200]], ..Case::default() }
-                .check(&device);
-        }
-    }
-}
-
-#[test]
-fn affine_rows_of_every_width() {
-    for device in devices() {
-        for bits in [1, 2, 3, 4, 8] {
-            for packed in [true, false] {
-                let params = if packed { F16 } else { F32 };
-                let keys = Kind::Affine { bits, packed, group: 32, axis: Axis::Tokens, params };
-                let values = Kind::Affine { bits, packed, group: 32, axis: Axis::Channels, params };
-                Case { keys, values, segments: vec![vec![150, 3]], ..Case::default() }.check(&device);
-            }
-        }
-    }
-}
-
-#[test]
-fn every_pair_of_formats() {
-    let keys = [
-        Kind::Plain(F16),
-        Kind::Plain(F32),
-        affine(1, Axis::Tokens),
-        affine(4, Axis::Tokens),
-        affine(3, Axis::Channels),
-    ];
-    let values = [
-        Kind::Plain(F16),
-        Kind::Plain(BF16),
-        affine(2, Axis::Channels),
-        affine(4, Axis::Channels),
-        affine(8, Axis::Tokens),
-    ];
-    for device in devices() {
-        for keys in keys {
-            for values in values {
-                Case { keys, values, segments: vec![vec![70]], ..Case::default() }.check(&device);
-            }
-        }
-    }
-}
-
-#[test]
-fn every_head_dimension() {
-    for device in devices() {
-        for head_dim in [1, 5, 20, 64, 80, 96, 128, 129, 256] {
-            for kind in [Kind::Plain(F16), affine(4, Axis::Tokens), affine(3, Axis::Channels)] {
-                Case { head_dim, keys: kind, values: kind, segments: vec![vec![40]], ..Case::default() }.check(&device);
-            }
-        }
-    }
-}
-
-#[test]
-fn groups_of_any_size() {
-    for device in devices() {
-        for group in [1, 7, 12, 64, 100] {
-            for (head_dim, packed) in [(64, true), (50, false)] {
-                let keys = Kind::Affine { bits: 4, packed, group, axis: Axis::Tokens, params: F16 };
-                let values = Kind::Affine { bits: 2, packed, group, axis: Axis::Channels, params: F32 };
-                Case { head_dim, keys, values, segments: vec![vec![33]], ..Case::default() }.check(&device);
-            }
-        }
-    }
-}
-
-#[test]
-fn query_rows_up_to_the_limit() {
-    for device in devices() {
-        for (q_heads, kv_heads, s_q) in [(1, 1, 1), (9, 3, 1), (8, 1, 2), (16, 1, 1), (3, 3, 16), (6, 2, 5)] {
-            for causal in [true, false] {
-                Case { q_heads, kv_heads, s_q, causal, segments: vec![vec![140, 9]], ..Case::default() }.check(&device);
-            }
-        }
-    }
-}
-
-#[test]
-fn lengths_down_to_nothing() {
-    for device in devices() {
-        for segments in
-            [vec![vec![0]], vec![vec![1]], vec![vec![0, 1, 700]], vec![vec![0, 130], vec![300, 0], vec![1, 1]]]
-        {
-            for s_q in [1, 3] {
-                Case { segments: segments.clone(), s_q, ..Case::default() }.check(&device);
-            }
-        }
-    }
-}
-
-#[test]
-fn windows() {
-    for device in devices() {
-        for window in [1, 2, 100, 1000] {
-            for causal in [true, false] {
-                let segments = vec![vec![260, 20], vec![17, 5]];
-                Case { segments, window, causal, s_q: 2, ..Case::default() }.check(&device);
-            }
-        }
-    }
-}
-
-#[test]
-fn half_outputs() {
-    for device in devices() {
-        for out_dtype in [F16, BF16] {
-            let (keys, values) = (affine(4, Axis::Tokens), affine(4, Axis::Channels));
-            Case { keys, values, out_dtype, head_dim: 128, segments: vec![vec![300]], ..Case::default() }
-                .check(&device);
-        }
-    }
-}
-
-#[test]
-fn many_queries() {
-    for device in devices() {
-        for (s_q, len) in [(40, 40), (33, 200), (50, 20)] {
-            for (keys, values) in
-                [(Kind::Plain(F16), Kind::Plain(F16)), (affine(4, Axis::Tokens), affine(2, Axis::Channels))]
-            {
-                for (causal, window) in [(true, 0), (false, 0), (true, 16)] {
-                    let segments = vec![vec![len, 7], vec![11, 0]];
-                    Case { s_q, keys, values, segments, causal, window, head_dim: 80, ..Case::default() }
-                        .check(&device);
+macro_rules! against_the_oracle {
+    ($($name:ident)*) => {$(
+        #[test]
+        fn $name() {
+            for device in devices() {
+                for case in cases::$name() {
+                    case.check(&device);
                 }
             }
         }
+    )*};
+}
+against_the_oracle!(
+    plain_rows_of_every_dtype
+    affine_rows_of_every_width
+    every_pair_of_formats
+    every_head_dimension
+    groups_of_any_size
+    query_rows_up_to_the_limit
+    lengths_down_to_nothing
+    windows
+    half_outputs
+    many_queries
+);
+
+#[test]
+fn the_list_of_cases_is_complete() {
+    assert_eq!(cases::ALL.len(), 10);
+}
+
+#[test]
+fn a_result_depends_on_its_own_sequence_alone() {
+    for device in devices() {
+        gpu::rows::same_alone_as_in_a_batch(&device);
+    }
+}
+
+#[test]
+fn what_no_device_serves_is_an_error() {
+    for device in devices() {
+        let case = Case { segments: vec![vec![5]], ..Case::default() };
+        let (q, segments, options) = case.build(1);
+        let there: Vec<Segment> = segments.iter().map(|s| segment_to(s, &device)).collect();
+        let error = attend::attend("test", &q, &there, options).unwrap_err();
+        assert!(error.to_string().contains("expected a tensor on cpu"), "{error}");
+        let huge = Tensor::zeros(DType::F32, &[1 << 40], &device).unwrap_err();
+        assert!(huge.to_string().contains("bytes in one tensor"), "{huge}");
+    }
+    for text in ["cuda:99", "vulkan:99"] {
+        let error = text.parse::<Device>().unwrap_err();
+        assert!(error.to_string().starts_with(&format!("device {text}: ")), "{error}");
     }
 }

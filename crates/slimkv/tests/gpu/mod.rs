@@ -1,6 +1,9 @@
 //! What the GPU tests share: the devices they run on, random data, and the comparison with the oracle.
 #![allow(dead_code)]
 
+pub mod cases;
+pub mod rows;
+
 use slimkv::attend::{self, Attended, Options, Segment, Span, oracle};
 use slimkv::format::affine::Names;
 use slimkv::format::{Affine, Axis, Plain, Rows, bits};

@@ -9,7 +9,8 @@ use std::ops::Range;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{Cut, MAX_ROWS, Parts, Queries};
+use super::super::MAX_ROWS;
+use super::{Cut, Parts, Queries};
 use crate::DType;
 use crate::attend::{Geometry, Options};
 use crate::format::gpu::{BLOCK, Layout, ReadRows, Side, float_at, place};
@@ -41,10 +42,9 @@ impl Shape {
     }
 }
 
-/// A launch of the kernel, sized for a device and a geometry.
+/// The kernel, sized for a device and a geometry.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Lanes {
-    geometry: Geometry,
     units: usize,
     rows: usize,
     planes: usize,
@@ -61,7 +61,12 @@ impl Lanes {
         let bytes = |rows: usize| 4 * (rows * (blocks * BLOCK + units + planes) + BLOCK * units);
         let wanted = (geometry.group() * geometry.s_q).min(MAX_ROWS);
         let rows = [wanted, 8, 4, 2, 1].into_iter().find(|&rows| rows <= wanted && bytes(rows) <= limit)?;
-        (units <= hardware.max_units_per_cube as usize).then_some(Lanes { geometry, units, rows, planes })
+        (units <= hardware.max_units_per_cube as usize).then_some(Lanes { units, rows, planes })
+    }
+
+    /// Blocks of query rows of a KV head.
+    pub(crate) fn row_blocks(self, geometry: Geometry) -> usize {
+        (geometry.group() * geometry.s_q).div_ceil(self.rows)
     }
 
     /// Writes the partial results of one segment.
@@ -76,10 +81,10 @@ impl Lanes {
         slots: Range<usize>,
         parts: &Parts,
         options: Options,
+        g: Geometry,
     ) {
-        let g = self.geometry;
         let splits = slots.len();
-        let row_blocks = (g.group() * g.s_q).div_ceil(self.rows);
+        let row_blocks = self.row_blocks(g);
         let cubes = g.batch * g.kv_heads * row_blocks * splits;
         let shape = Shape {
             units: self.units as u32,

@@ -131,8 +131,8 @@ impl IntegerKeys<'_> {
         for quad in 0..self.rows.div_ceil(QUAD) {
             let rows = QUAD.min(self.rows - quad * QUAD);
             let sums = self.sums[quad / 2 * TILES / 4..].iter().flatten();
+            worker.stay_awake();
             for (tile, sums) in sums.enumerate().take(tokens.len().div_ceil(TOKENS)) {
-                worker.stay_awake();
                 put(sums, &self.folded[folded(tile)], quad, rows, &mut scores.0, tile * TOKENS);
             }
         }
@@ -148,8 +148,8 @@ impl IntegerKeys<'_> {
         let tiles = rows.chunks(TOKENS * plan.row_bytes).zip(self.keys.chunks_exact_mut(chunks));
         for (rows, tile) in tiles {
             cpu::prefetch(rows.as_ptr().wrapping_add(skeleton::BLOCK * plan.row_bytes), rows.len());
+            worker.stay_awake();
             for (j, keys) in tile.iter_mut().enumerate() {
-                worker.stay_awake();
                 let spreader = plan.spread.chunk(j);
                 for (key, row) in keys.0.iter_mut().zip(rows.chunks_exact(plan.row_bytes)) {
                     // SAFETY: the row has the width that the plan's spread was made for; `key` is an aligned 64 bytes.

@@ -19,6 +19,9 @@ use crate::format::decode_cpu::tile_stride;
 /// Channels of a tile of codes; a group is a whole number of them.
 const CHANNELS: usize = 16;
 
+/// Channels of a register of four-bit codes.
+const NIBBLES: usize = 128;
+
 /// Tokens of a tile of codes.
 const STEP: usize = 64;
 const STEPS: usize = BLOCK / STEP;
@@ -32,6 +35,7 @@ pub(crate) struct ValuePlan<'a> {
     rows: Tiles<'a>,
     spread: Spread,
     row_bytes: usize,
+    nibbles: bool,
 }
 
 impl<'a> ValuePlan<'a> {
@@ -41,7 +45,8 @@ impl<'a> ValuePlan<'a> {
         let served = matches!(isa, Isa::Avx512 | Isa::Amx) && rows.axis == Axis::Channels && whole;
         let (bits, row_bytes) = rows.row_layout();
         let spread = Spread::new(bits, rows.head_dim, row_bytes, Order::Interleaved);
-        served.then_some(ValuePlan { isa, rows, spread, row_bytes })
+        let nibbles = bits == 4 && rows.head_dim % NIBBLES == 0 && rows.group % (2 * CHANNELS) == 0;
+        served.then_some(ValuePlan { isa, rows, spread, row_bytes, nibbles })
     }
 }
 
@@ -119,9 +124,19 @@ impl Values for IntegerValues<'_> {
         let (d, group) = (self.plan.rows.head_dim, self.plan.rows.group);
         let offsets = self.offsets.chunks_exact(self.groups);
         for ((to, from), offsets) in sums.chunks_exact_mut(d).zip(self.sums.chunks_exact(tile_stride(d))).zip(offsets) {
-            for ((to, from), offset) in to.chunks_mut(group).zip(from.chunks(group)).zip(offsets) {
+            if self.plan.nibbles {
+                // Even channels lie in one tile and odd ones in the next.
+                for (to, from) in to.chunks_exact_mut(2 * CHANNELS).zip(from.chunks_exact(2 * CHANNELS)) {
+                    for (c, to) in to.iter_mut().enumerate() {
+                        *to = from[c % 2 * CHANNELS + c / 2];
+                    }
+                }
+            } else {
+                to.copy_from_slice(&from[..d]);
+            }
+            for (to, offset) in to.chunks_mut(group).zip(offsets) {
                 let offset: f32 = offset.iter().sum();
-                to.iter_mut().zip(from).for_each(|(to, from)| *to = from + offset);
+                to.iter_mut().for_each(|to| *to += offset);
             }
         }
     }
@@ -155,8 +170,8 @@ impl IntegerValues<'_> {
                 worker.stay_awake();
                 self.units[group] = self.weigh(group, rows.clone(), steps, weights);
             }
+            worker.stay_awake();
             for group in 0..self.groups {
-                worker.stay_awake();
                 for row in rows.clone() {
                     self.add_zero_points(group, row, &weights.0[row], keep[row], factor[row]);
                 }
@@ -166,8 +181,8 @@ impl IntegerValues<'_> {
                 let codes = std::array::from_fn(|t| Steps::new(&self.codes[4 * i + t..], tiles));
                 product::sums(worker, planes, codes, 2 * self.tile_rows, steps, products);
             }
+            worker.stay_awake();
             for (tile, products) in self.products.iter().flatten().enumerate().take(stride / CHANNELS) {
-                worker.stay_awake();
                 let unit = self.units[group_of(tile)];
                 for (r, row) in rows.clone().enumerate() {
                     let total = &mut self.sums[row * stride + tile * CHANNELS..][..CHANNELS];
@@ -190,7 +205,13 @@ impl IntegerValues<'_> {
             cpu::prefetch(rows.as_ptr().wrapping_add(BLOCK * plan.row_bytes), 4 * plan.row_bytes);
             let (step, q) = (quad / 16, quad % 16);
             let k = 4 * (q % 4) + q / 4;
-            worker.stay_awake();
+            if quad % 4 == 0 {
+                worker.stay_awake();
+            }
+            if plan.nibbles {
+                self.load_nibbles(rows, step * tiles, k);
+                continue;
+            }
             for chunk in 0..plan.spread.chunks() {
                 let spreader = plan.spread.chunk(chunk);
                 let zero = _mm512_setzero_si512();
@@ -199,14 +220,7 @@ impl IntegerValues<'_> {
                     // SAFETY: the row has the width that the plan's spread was made for.
                     *t = unsafe { spreader.spread(row.as_ptr()) };
                 }
-                let (a, b) = (_mm512_unpacklo_epi8(t[0], t[1]), _mm512_unpackhi_epi8(t[0], t[1]));
-                let (c, d) = (_mm512_unpacklo_epi8(t[2], t[3]), _mm512_unpackhi_epi8(t[2], t[3]));
-                let quads = [
-                    _mm512_unpacklo_epi16(a, c),
-                    _mm512_unpackhi_epi16(a, c),
-                    _mm512_unpacklo_epi16(b, d),
-                    _mm512_unpackhi_epi16(b, d),
-                ];
+                let quads = interleave(t);
                 let to = &mut self.codes[step * tiles + 4 * chunk..][..4];
                 for (to, quad) in to.iter_mut().zip(quads) {
                     // SAFETY: a row of a tile is an aligned 64 bytes.
@@ -215,6 +229,33 @@ impl IntegerValues<'_> {
             }
         }
         // The rest of the last tile: its weights are zero, so any code will do.
+    }
+
+    /// Four-bit codes of up to four tokens as row `k` of the tiles from `first` on. Bytes are interleaved before they are
+    /// split, which halves the work: of every 32 channels the even ones go to one tile and the odd ones to the next.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    fn load_nibbles(&mut self, rows: &[u8], first: usize, k: usize) {
+        // Dword `l` of lane `i` to dword `i` of lane `l`: interleaving then gives sixteen consecutive bytes a register.
+        let transpose = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        let low = _mm512_set1_epi8(15);
+        for register in 0..self.plan.row_bytes / 64 {
+            let mut t = [_mm512_setzero_si512(); 4];
+            for (t, row) in t.iter_mut().zip(rows.chunks_exact(self.plan.row_bytes)) {
+                // SAFETY: 64 bytes from `64 * register` on are inside the row.
+                let bytes = unsafe { _mm512_loadu_si512(row.as_ptr().add(64 * register).cast()) };
+                *t = _mm512_permutexvar_epi32(transpose, bytes);
+            }
+            let tiles = self.codes[first + 8 * register..][..8].chunks_exact_mut(2);
+            for (pair, bytes) in tiles.zip(interleave(t)) {
+                // SAFETY: a row of a tile is an aligned 64 bytes.
+                unsafe {
+                    _mm512_store_si512(pair[0].0[k].as_mut_ptr().cast(), _mm512_and_si512(bytes, low));
+                    let high = _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), low);
+                    _mm512_store_si512(pair[1].0[k].as_mut_ptr().cast(), high);
+                }
+            }
+        }
     }
 
     /// The parameters of a block, a row a group; zeros past the tokens.
@@ -300,6 +341,15 @@ impl IntegerValues<'_> {
             _mm512_storeu_ps(offset.as_mut_ptr(), sum);
         }
     }
+}
+
+/// Interleaves the bytes of four registers within each 128-bit lane.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn interleave(t: [__m512i; 4]) -> [__m512i; 4] {
+    let (a, b) = (_mm512_unpacklo_epi8(t[0], t[1]), _mm512_unpackhi_epi8(t[0], t[1]));
+    let (c, d) = (_mm512_unpacklo_epi8(t[2], t[3]), _mm512_unpackhi_epi8(t[2], t[3]));
+    [_mm512_unpacklo_epi16(a, c), _mm512_unpackhi_epi16(a, c), _mm512_unpacklo_epi16(b, d), _mm512_unpackhi_epi16(b, d)]
 }
 
 /// `[tokens, 4]` to `[4, tokens]`; zeros past the tokens.

@@ -40,3 +40,9 @@ need_rust() {
         exit 1
     fi
 }
+
+# Python with pip: models and NVIDIA's compiler come as Python packages.
+need_pip() {
+    need python3 python3
+    python3 -m pip --version > /dev/null 2>&1 || install pip python3-pip
+}

@@ -39,7 +39,7 @@ Examples:
   slimkv doctor                                  what this machine can do, and what is missing
   slimkv run --method kivi:4 'Why is the sky blue?'
   slimkv eval --methods fp16,kivi:8,kivi:4,kivi:2 --plot quality.svg
-  slimkv plan --memory 8GiB                      how long a context fits
+  slimkv plan --model model.gguf --memory 8GiB   how long a context fits
   slimkv bench decode --format kivi:4 --threads 1
 
 A method is what a cache does with keys and values: `fp16` keeps them; `kivi:4` stores 4 bits a value;

@@ -32,7 +32,7 @@ pub fn locate(named: Option<&Path>) -> Outcome<PathBuf> {
     let spec = named.map(|path| path.to_string_lossy().into_owned());
     let mut bar: Option<ProgressBar> = None;
     let mut tell = |progress| match progress {
-        Progress::Connecting { source } => eprintln!("no model is here yet; fetching from {source}"),
+        Progress::Connecting { source } => eprintln!("fetching a model from {source}"),
         Progress::Downloading { done, total } => {
             let bar = bar.get_or_insert_with(|| download_bar(total));
             bar.set_position(done);
@@ -51,7 +51,11 @@ pub fn locate(named: Option<&Path>) -> Outcome<PathBuf> {
     if let Some(bar) = bar {
         bar.finish_and_clear();
     }
-    found.map_err(failure)
+    found.map_err(|error| match error {
+        // What was named is the caller's to correct; what is known and cannot be had is not.
+        Error::NoModel { .. } if named.is_none() => Failure::Failed(error.to_string()),
+        other => failure(other),
+    })
 }
 
 /// A model in memory.

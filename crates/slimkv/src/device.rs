@@ -93,7 +93,11 @@ impl Device {
     /// The fastest device that is there: CUDA, then Metal, then a hardware Vulkan GPU, then the CPU. A software
     /// Vulkan driver is slower than the CPU code and is never chosen. [`Device::all`] says what was passed over, and why.
     pub fn best() -> Self {
-        Self::all().into_iter().filter(|f| f.kind != DeviceKind::Cpu).find_map(|f| f.device.ok().filter(Device::is_hardware)).unwrap_or(Device::cpu())
+        Self::all()
+            .into_iter()
+            .filter(|f| f.kind != DeviceKind::Cpu)
+            .find_map(|f| f.device.ok().filter(Device::is_hardware))
+            .unwrap_or(Device::cpu())
     }
 
     /// Every device that is there and every kind that is not, fastest kind first.

@@ -17,8 +17,7 @@ pub enum DType {
 
 impl DType {
     /// Every dtype, in the order of the documentation.
-    pub const ALL: [DType; 7] =
-        [DType::F16, DType::BF16, DType::F32, DType::U8, DType::U16, DType::U32, DType::I32];
+    pub const ALL: [DType; 7] = [DType::F16, DType::BF16, DType::F32, DType::U8, DType::U16, DType::U32, DType::I32];
 
     /// Bytes of one element.
     pub const fn size(self) -> usize {

@@ -227,9 +227,8 @@ impl Tensor {
     /// The elements in place; an error off the CPU, or for another dtype.
     pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
         self.expect_dtype(T::DTYPE)?;
-        bytemuck::try_cast_slice(self.host_bytes()?).map_err(|e| {
-            Error::value("Tensor::as_slice", "self", "memory aligned for its dtype", e)
-        })
+        bytemuck::try_cast_slice(self.host_bytes()?)
+            .map_err(|e| Error::value("Tensor::as_slice", "self", "memory aligned for its dtype", e))
     }
 
     /// The elements in place, to be changed. Memory that another tensor or owner shares is copied first.

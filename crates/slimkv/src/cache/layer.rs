@@ -153,10 +153,7 @@ impl Layer {
     pub(super) fn segments(&self, queries: impl Fn(usize) -> usize) -> Result<Vec<Segment>> {
         let spans = |start: &dyn Fn(usize) -> usize, filled: &dyn Fn(usize) -> usize| -> Vec<Span> {
             (0..self.geometry.batch)
-                .map(|b| Span {
-                    len: filled(b),
-                    q_offset: self.len(b) as i64 - queries(b) as i64 - start(b) as i64,
-                })
+                .map(|b| Span { len: filled(b), q_offset: self.len(b) as i64 - queries(b) as i64 - start(b) as i64 })
                 .collect()
         };
         let mut segments = Vec::with_capacity(self.blocks.len() + 1);
@@ -227,7 +224,8 @@ impl Layer {
             self.packed = packed;
             return Ok(());
         };
-        let kept: Vec<usize> = plans.iter().enumerate().map(|(b, p)| self.exact[b].saturating_sub(p.from_tail)).collect();
+        let kept: Vec<usize> =
+            plans.iter().enumerate().map(|(b, p)| self.exact[b].saturating_sub(p.from_tail)).collect();
         let rest = copies(&|b, p| RowCopy { from: p.top_up + p.direct, to: kept[b], rows: p.to_tail });
         if let Some(next) = spare.as_mut().filter(|_| moves) {
             let keep = copies(&|b, p| RowCopy { from: p.from_tail, to: 0, rows: kept[b] });

@@ -260,7 +260,19 @@ mod tests {
 
     #[test]
     fn bad_text_is_an_error() {
-        for text in ["", "kivi", "kivi:5", "kivi:k4", "fp16:3", "kivi:4,group=0", "kivi:4,group", "kivi:4,colour=2", "q4_0", "fp16,group=3", "kivi:4,first=2"] {
+        for text in [
+            "",
+            "kivi",
+            "kivi:5",
+            "kivi:k4",
+            "fp16:3",
+            "kivi:4,group=0",
+            "kivi:4,group",
+            "kivi:4,colour=2",
+            "q4_0",
+            "fp16,group=3",
+            "kivi:4,first=2",
+        ] {
             assert!(text.parse::<Method>().is_err(), "{text}");
         }
     }

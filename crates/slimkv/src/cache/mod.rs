@@ -93,9 +93,8 @@ impl KvCache {
                 return Err(Error::value(OP, arg, "at least 1", n));
             }
         }
-        let layers = (0..geometry.layers)
-            .map(|i| Layer::new(method.layer(i, geometry.layers), geometry, device))
-            .collect();
+        let layers =
+            (0..geometry.layers).map(|i| Layer::new(method.layer(i, geometry.layers), geometry, device)).collect();
         Ok(KvCache { method, geometry, device: device.clone(), layers, spare: None })
     }
 

@@ -6,11 +6,11 @@
 
 pub mod affine;
 pub mod bits;
+pub(crate) mod decode_cpu;
 #[cfg(feature = "gpu")]
 pub(crate) mod gpu;
 pub mod plain;
 mod spec;
-pub(crate) mod decode_cpu;
 mod write;
 mod write_cpu;
 #[cfg(feature = "gpu")]

@@ -42,7 +42,8 @@ impl RowFormat {
                 let codes = Tensor::zeros(DType::U32, &[batch, heads, capacity, words], device)?;
                 let scale = Tensor::zeros(params, &[batch, heads, p0, p1], device)?;
                 let zero = Tensor::zeros(params, &[batch, heads, p0, p1], device)?;
-                let names = super::affine::Names { op: OP, codes: "codes", scale: "params", zero: "params", bits: "bits" };
+                let names =
+                    super::affine::Names { op: OP, codes: "codes", scale: "params", zero: "params", bits: "bits" };
                 Ok(Rows::Affine(Affine::new(names, codes, scale, zero, bits, group, axis, head_dim)?))
             }
         }

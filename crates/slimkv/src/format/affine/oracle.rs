@@ -81,12 +81,10 @@ pub fn quantize(
     for row in 0..rows {
         for column in 0..columns {
             let members: Vec<usize> = match axis {
-                Axis::Tokens => {
-                    (row * group..((row + 1) * group).min(tokens)).map(|t| t * channels + column).collect()
+                Axis::Tokens => (row * group..((row + 1) * group).min(tokens)).map(|t| t * channels + column).collect(),
+                Axis::Channels => {
+                    (column * group..((column + 1) * group).min(channels)).map(|c| row * channels + c).collect()
                 }
-                Axis::Channels => (column * group..((column + 1) * group).min(channels))
-                    .map(|c| row * channels + c)
-                    .collect(),
             };
             let p = Params::of(extremes(members.iter().map(|&i| x[i])), levels, eps).stored(stored_as);
             for i in members {

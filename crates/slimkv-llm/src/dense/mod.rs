@@ -97,13 +97,9 @@ impl Linear {
     /// Writes the product with `x` `[n, in]` panel by panel.
     fn many(&self, x: &Tensor, product: &mut Activations) -> Result<()> {
         let panel_rows = (PANEL / self.cols).clamp(1, self.rows);
-        let mut panel = vec![0.0f32; panel_rows * self.cols];
         for first in (0..self.rows).step_by(panel_rows) {
             let count = panel_rows.min(self.rows - first);
-            panel.truncate(count * self.cols);
-            self.decode(first, &mut panel)?;
-            let decoded = Tensor::from_slice(&panel, (count, self.cols), &Device::Cpu)?;
-            let y = x.matmul(&decoded.t()?)?.flatten_all()?.to_vec1::<f32>()?;
+            let y = x.matmul(&self.panel(first, count)?.t()?)?.flatten_all()?.to_vec1::<f32>()?;
             for (row, y) in product.data.chunks_mut(self.rows).zip(y.chunks(count)) {
                 row[first..first + count].copy_from_slice(y);
             }
@@ -111,14 +107,16 @@ impl Linear {
         Ok(())
     }
 
-    /// Decodes the rows from `first` on that fill `panel`.
-    fn decode(&self, first: usize, panel: &mut [f32]) -> Result<()> {
+    /// Rows `first..first + count`, decoded.
+    fn panel(&self, first: usize, count: usize) -> Result<Tensor> {
         let reader = RowReader::new(self)?;
+        let mut panel = vec![0.0f32; count * self.cols];
         let rows_per_task = TASK.div_ceil(self.cols);
         panel.par_chunks_mut(rows_per_task * self.cols).enumerate().try_for_each(|(task, out)| {
-            let rows = out.chunks_mut(self.cols).enumerate();
-            rows.into_iter().try_for_each(|(i, out)| reader.read(first + task * rows_per_task + i, out))
-        })
+            let first = first + task * rows_per_task;
+            out.chunks_mut(self.cols).enumerate().try_for_each(|(i, out)| reader.read(first + i, out))
+        })?;
+        Ok(Tensor::from_vec(panel, (count, self.cols), &Device::Cpu)?)
     }
 }
 

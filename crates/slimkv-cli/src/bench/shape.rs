@@ -51,7 +51,7 @@ impl FromStr for Shape {
                 _ => return Err(bad(pair)),
             } = value;
         }
-        if shape.hq % shape.hkv != 0 {
+        if !shape.hq.is_multiple_of(shape.hkv) {
             return Err(bad(text));
         }
         let values = [shape.b, shape.hkv, shape.d, shape.s].iter().try_fold(1usize, |n, &x| n.checked_mul(x));

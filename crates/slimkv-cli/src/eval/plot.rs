@@ -140,9 +140,10 @@ fn panel<B: DrawingBackend>(
     Ok(())
 }
 
+/// A power of ten, or what lies between two.
 fn power(exponent: f64) -> String {
     let value = 10f64.powf(exponent);
-    if value >= 0.01 { short(value) } else { format!("{value:.1e}") }
+    if value >= 0.0009 { format!("{}", (value * 1e4).round() / 1e4) } else { format!("{value:.0e}") }
 }
 
 fn short(value: f64) -> String {

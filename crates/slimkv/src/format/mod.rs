@@ -8,6 +8,8 @@ pub mod affine;
 pub mod bits;
 pub(crate) mod decode_cpu;
 #[cfg(feature = "gpu")]
+pub(crate) mod fragments;
+#[cfg(feature = "gpu")]
 pub(crate) mod gpu;
 pub mod plain;
 mod spec;

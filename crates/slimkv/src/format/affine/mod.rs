@@ -18,6 +18,8 @@
 mod convert;
 pub(crate) mod cpu;
 #[cfg(feature = "gpu")]
+pub(crate) mod fragments;
+#[cfg(feature = "gpu")]
 pub(crate) mod gpu;
 pub mod oracle;
 

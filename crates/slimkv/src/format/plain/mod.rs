@@ -2,6 +2,8 @@
 
 pub(crate) mod cpu;
 #[cfg(feature = "gpu")]
+pub(crate) mod fragments;
+#[cfg(feature = "gpu")]
 pub(crate) mod gpu;
 
 use super::RowShape;

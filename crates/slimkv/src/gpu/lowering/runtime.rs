@@ -139,6 +139,9 @@ impl Target for Cuda90 {
             register_wmma_features(CudaWmmaCompiler::supported_wmma_combinations(&arch), p);
             register_mma_features(CudaWmmaCompiler::supported_mma_combinations(&arch), p);
             p.features.copy_async = true;
+            for kind in [FloatKind::F16, FloatKind::BF16] {
+                p.features.matmul.ldmatrix.insert(ElemType::Float(kind).into());
+            }
         })
     }
     fn wrap(client: ComputeClient<Lower<Self>>) -> Client {

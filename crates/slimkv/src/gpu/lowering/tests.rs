@@ -30,6 +30,7 @@ fn run_everything(device: &Device) {
         }
         affine::round_trip("test", &x, axis, 32, 15, 1e-8).unwrap();
     }
+    decode_to_halves(device);
     let codes = Tensor::zeros(DType::U8, &[3, 50], device).unwrap();
     let packed = bits::pack("test", &codes, 3).unwrap();
     bits::unpack("test", &packed, 3, 50).unwrap();
@@ -55,6 +56,42 @@ fn attend_and_write(device: &Device, head_dim: usize, bits: u32, dtype: DType, p
         let mixed = Segment { keys: keys.clone(), values: plain.clone(), spans: spans.clone() };
         attend::attend("test", &q, &[Segment { keys, values, spans }, mixed], options).unwrap();
     }
+}
+
+/// What takes the tensor-core kernel where there is one.
+fn decode_to_halves(device: &Device) {
+    let keys = |bits| RowFormat::Affine { bits, group: 32, axis: Axis::Tokens, params: DType::F16 };
+    let values = |bits| RowFormat::Affine { bits, group: 32, axis: Axis::Channels, params: DType::F16 };
+    let plain = RowFormat::Plain;
+    for (k, v, head_dim, rows, dtype) in [
+        (plain(DType::F16), plain(DType::F16), 80, 1, DType::F16),
+        (plain(DType::BF16), plain(DType::BF16), 128, 4, DType::BF16),
+        (plain(DType::F16), plain(DType::F16), 256, 16, DType::F16),
+        (keys(4), values(4), 128, 4, DType::F16),
+        (keys(2), values(2), 128, 16, DType::F16),
+        (keys(2), values(4), 64, 12, DType::BF16),
+        (keys(1), values(1), 128, 8, DType::F16),
+        (keys(8), values(8), 256, 4, DType::F16),
+        (keys(8), plain(DType::F16), 64, 1, DType::F16),
+        (plain(DType::BF16), values(1), 128, 1, DType::BF16),
+    ] {
+        let shape = RowShape { batch: 1, heads: 1, capacity: TOKENS, head_dim };
+        let (keys, values) = (k.allocate(shape, device).unwrap(), v.allocate(shape, device).unwrap());
+        let q = Tensor::zeros(dtype, &[1, rows, 1, head_dim], device).unwrap();
+        let options = Options { scale: 1.0, causal: true, window: 8, out_dtype: dtype };
+        attend::attend("test", &q, &[Segment::full(keys, values, 1)], options).unwrap();
+    }
+}
+
+#[test]
+fn cuda_decodes_to_halves_on_tensor_cores() {
+    decode_to_halves(&Device::from_gpu(gpu::<Cuda90>()));
+    let mut distinct: Vec<_> =
+        texts(Cuda90::NAME).into_iter().filter(|t| t.1.contains("::mma::kernel")).map(|t| t.2.unwrap()).collect();
+    distinct.sort();
+    distinct.dedup();
+    assert!(distinct.len() >= 10, "only {} kernels", distinct.len());
+    assert!(distinct.iter().all(|t| t.contains("mma.sync.aligned.m16n8k16")));
 }
 
 /// The distinct texts of a target, by kernel; fails where one could not be lowered.

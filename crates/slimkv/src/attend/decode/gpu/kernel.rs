@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use cubecl::prelude::*;
 
-use super::{Cut, Lanes, Parts, Queries, TILE, table};
+use super::{Cut, Lanes, Mma, Parts, Queries, TILE, table};
 use crate::DType;
 use crate::attend::prefill::gpu::Tiles;
 use crate::attend::{Geometry, Options, Segment, Span};
@@ -31,6 +31,8 @@ pub(super) enum Kernel {
     Lanes(Lanes, Geometry),
     /// [`Tiles`].
     Tiles(Tiles, Geometry),
+    /// [`Mma`], which cuts for itself.
+    Mma(Mma, Geometry),
 }
 
 impl Kernel {
@@ -38,15 +40,17 @@ impl Kernel {
     pub(super) fn choose<R: Runtime>(
         client: &ComputeClient<R>,
         skeleton: Skeleton,
-        _segment: &Segment,
+        segment: &Segment,
         q_dtype: DType,
-        _options: Options,
+        options: Options,
         geometry: Geometry,
     ) -> Option<Self> {
         let tiles = || Tiles::new(client, geometry, q_dtype).map(|tiles| Kernel::Tiles(tiles, geometry));
         let lanes = || Lanes::new(client, geometry).map(|lanes| Kernel::Lanes(lanes, geometry));
         match skeleton {
-            Skeleton::Decode => lanes(),
+            Skeleton::Decode => Mma::new(client, geometry, segment, q_dtype, options)
+                .map(|mma| Kernel::Mma(mma, geometry))
+                .or_else(lanes),
             Skeleton::Prefill => tiles().or_else(lanes),
         }
     }
@@ -54,13 +58,17 @@ impl Kernel {
     /// The cut of a span for `count` queries from `first` on. The chunk is a function of what all queries of the sequence
     /// see, whatever the pass.
     pub(super) fn cut(&self, span: Span, first: usize, count: usize, options: Options) -> Cut {
-        let (blocks, least, s_q) = match self {
-            Kernel::Lanes(lanes, g) => (g.kv_heads * lanes.row_blocks(*g), 2 * TILE, g.s_q),
-            Kernel::Tiles(tiles, g) => (g.kv_heads * tiles.row_blocks(*g), 8 * TILE, g.s_q),
-        };
-        let all = Cut::new(span, 0, s_q, options, 1);
+        let (Kernel::Lanes(_, g) | Kernel::Tiles(_, g) | Kernel::Mma(_, g)) = self;
+        let all = Cut::new(span, 0, g.s_q, options, 1);
         let visible = (all.high - all.low) as usize;
-        let chunk = (visible * blocks).div_ceil(CUBES).next_multiple_of(TILE).max(least);
+        let split = |blocks: usize, least: usize| {
+            (visible * g.kv_heads * blocks).div_ceil(CUBES).next_multiple_of(TILE).max(least)
+        };
+        let chunk = match self {
+            Kernel::Lanes(lanes, _) => split(lanes.row_blocks(*g), 2 * TILE),
+            Kernel::Tiles(tiles, _) => split(tiles.row_blocks(*g), 8 * TILE),
+            Kernel::Mma(mma, _) => mma.chunk(visible),
+        };
         Cut::new(span, first, count, options, chunk)
     }
 
@@ -79,13 +87,14 @@ impl Kernel {
     ) {
         let (keys, values) = (segment.keys.gpu_side(), segment.values.gpu_side());
         let cuts = small(client, &table(cuts));
-        with_format!(&segment.keys, K => with_format!(&segment.values, V => match self {
-            Kernel::Lanes(lanes, _) => {
+        match self {
+            Kernel::Lanes(lanes, _) => with_format!(&segment.keys, K => with_format!(&segment.values, V => {
                 lanes.launch::<K, V, R>(client, queries, &keys, &values, &cuts, slots, parts, options, geometry)
-            }
-            Kernel::Tiles(tiles, _) => {
+            })),
+            Kernel::Tiles(tiles, _) => with_format!(&segment.keys, K => with_format!(&segment.values, V => {
                 tiles.launch::<K, V, R>(client, queries, &keys, &values, &cuts, slots, parts, options, geometry)
-            }
-        }));
+            })),
+            Kernel::Mma(mma, _) => mma.launch(client, queries, segment, &keys, &values, &cuts, slots, parts, options),
+        }
     }
 }

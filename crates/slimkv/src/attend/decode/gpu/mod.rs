@@ -11,10 +11,14 @@
 //!
 //! A slot whose tokens a row does not see has `m = -3e38` and `l = 0`. Splits are a function of the sequence's own rows
 //! and of the head geometry, and absent slots are skipped, so a result never depends on the rest of the batch.
+//!
+//! Two kernels share this: `mma` on tensor cores where the device, the formats and the output dtype allow it, and `lanes`
+//! everywhere else. Each segment of a call takes its own.
 
 mod kernel;
 mod lanes;
 mod merge;
+mod mma;
 
 use cubecl::server::Handle;
 
@@ -22,6 +26,7 @@ use kernel::Kernel;
 pub(crate) use kernel::Skeleton;
 pub(crate) use lanes::{Lanes, TILE};
 pub(crate) use merge::merge;
+use mma::Mma;
 
 use crate::attend::{Attended, Geometry, Options, Segment, Span};
 use crate::format::gpu::bound;

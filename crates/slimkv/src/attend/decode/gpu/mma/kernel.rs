@@ -1,0 +1,263 @@
+//! The kernel: warps that stream tiles through shared memory, each with an online softmax of its own.
+
+use cubecl::prelude::barrier::Barrier;
+use cubecl::prelude::*;
+
+use super::finish::finish;
+use super::products::{first_row, score_tile, value_tile};
+use super::ring::{arrive, fetch, wait};
+use super::softmax::{Seen, Softmax, softmax};
+use crate::DType;
+use crate::format::fragments::{F2, KeyTiles, Pair, Quad, Tile, ValueTiles, key_params, value_params};
+use crate::format::gpu::float_at;
+
+/// What the kernel must know of a call when it is compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Shape {
+    pub keys: Tile,
+    pub values: Tile,
+    /// Warps of a cube.
+    pub warps: u32,
+    /// Tiles that a warp keeps on their way or in use.
+    pub stages: u32,
+    /// Columns of eight query rows.
+    pub columns: u32,
+    /// Query rows for which the merge of the warps has room.
+    pub rows: u32,
+    /// How queries are stored.
+    pub q_dtype: DType,
+}
+
+impl Shape {
+    /// Tokens of a tile.
+    pub(crate) fn tokens(self) -> u32 {
+        self.keys.tokens
+    }
+
+    /// Bytes of shared memory.
+    pub(crate) fn shared_bytes(self) -> u32 {
+        let t = self.tokens();
+        let tile = t * (self.keys.chunks() + self.values.chunks()) + key_params(self.keys) + value_params(self.values);
+        let weights = self.columns * t;
+        let merge = self.rows * (self.keys.head_dim + 1) * 4 + self.columns * 64;
+        let queries = self.columns * self.keys.head_dim * 16;
+        self.warps * ((tile * self.stages + weights) * 16 + merge) + queries + 256
+    }
+}
+
+/// Writes the partial results of one split of one KV head: slot `first_slot + CUBE_POS_X` of its query rows.
+///
+/// Every warp takes each `warps`-th tile of the split and keeps `stages` of them in flight or in use. A warp reads only what
+/// it copied itself; the barrier of a stage is shared, since CubeCL can index none by warp.
+#[cube(launch_unchecked, fast_math = FastMath::all())]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
+    queries: &Array<Vector<u32, Const<1>>>,
+    k_rows: &Array<Quad>,
+    k_first: &Array<Quad>,
+    k_second: &Array<Quad>,
+    v_rows: &Array<Quad>,
+    v_first: &Array<Vector<u32, P>>,
+    v_second: &Array<Vector<u32, P>>,
+    cuts: &Array<u32>,
+    part_o: &mut Array<f32>,
+    part_ml: &mut Array<f32>,
+    rows: u32,
+    s_q: u32,
+    capacity: u32,
+    first_slot: u32,
+    slots: u32,
+    scale: f32,
+    causal: u32,
+    window: i32,
+    eights: u32,
+    #[comptime] shape: Shape,
+) {
+    let (keys, values) = comptime!((shape.keys, shape.values));
+    let tokens = comptime!(shape.tokens());
+    let columns = comptime!(shape.columns as usize);
+    let pairs = comptime!((shape.keys.head_dim / 8) as usize);
+    let octets = comptime!((shape.tokens() / 8) as usize);
+    let stages = comptime!(shape.stages);
+    let warps = comptime!(shape.warps);
+    let lane = UNIT_POS_X % 32u32;
+    let warp = UNIT_POS_X / 32u32;
+    let (g, t) = (lane / 4u32, lane % 4u32);
+    let matrix = CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y;
+
+    // ---- shared memory: a ring of tiles for each warp
+    let ring = comptime!((shape.warps * shape.stages) as usize);
+    let mut k_tiles = SharedMemory::<Quad>::new(comptime!(ring * (tokens * keys.chunks()) as usize));
+    let mut v_tiles = SharedMemory::<Quad>::new(comptime!(ring * (tokens * values.chunks()) as usize));
+    let mut k_params = SharedMemory::<Quad>::new(comptime!((ring * key_params(keys) as usize).max(1)));
+    let mut v_params = SharedMemory::<Quad>::new(comptime!((ring * value_params(values) as usize).max(1)));
+    let mut weights = SharedMemory::<u32>::new_aligned(comptime!((warps * tokens * 4) as usize * columns), 16usize);
+    let mut query_pairs = SharedMemory::<u32>::new(comptime!(columns * pairs * 32));
+    let arrived0 = Barrier::shared_uninit();
+    let arrived1 = Barrier::shared_uninit();
+    let arrived2 = Barrier::shared_uninit();
+    if UNIT_POS_X == 0u32 {
+        arrived0.init_manual(warps);
+        arrived1.init_manual(warps);
+        arrived2.init_manual(warps);
+    }
+
+    // ---- this cube's tiles
+    let cut = CUBE_POS_Z * 4u32;
+    let low = cuts[cut as usize];
+    let high = cuts[(cut + 1u32) as usize];
+    let chunk = cuts[(cut + 2u32) as usize];
+    let q_offset = i32::cast_from(cuts[(cut + 3u32) as usize]);
+    let begin = min(low + CUBE_POS_X * chunk, high);
+    let end = min(begin + chunk, high);
+    let rounds = (end - begin + comptime!(warps * tokens - 1)) / comptime!(warps * tokens);
+    sync_cube();
+
+    #[unroll]
+    for s in 0..stages {
+        if s < rounds {
+            let token = begin + (warp + comptime!(s * warps)) * tokens;
+            if token < end {
+                fetch::<K, V, P>(
+                    k_rows,
+                    k_first,
+                    k_second,
+                    v_rows,
+                    v_first,
+                    v_second,
+                    &mut k_tiles,
+                    &mut k_params,
+                    &mut v_tiles,
+                    &mut v_params,
+                    matrix,
+                    capacity,
+                    high,
+                    token,
+                    warp * stages + s,
+                    lane,
+                    keys,
+                    values,
+                );
+            }
+            arrive(&arrived0, &arrived1, &arrived2, s.runtime(), lane, stages);
+        }
+    }
+
+    // ---- queries as right operands, in the order of the channels of a lane
+    for entry in range_stepped(UNIT_POS_X, comptime!((columns * pairs * 32) as u32), comptime!(warps * 32)) {
+        let pair = (entry / 32u32) % comptime!(pairs as u32);
+        let row = entry / comptime!(pairs as u32 * 32) * 8u32 + (entry % 32u32) / 4u32;
+        let half_run = comptime!(keys.run() / 2);
+        let channel = (4u32 * (pair / half_run) + entry % 4u32) * comptime!(keys.run()) + 2u32 * (pair % half_run);
+        let mut both = Pair::<KE>::new(KE::from_int(0));
+        if row < rows {
+            let at = (matrix * rows + row) * comptime!(keys.head_dim) + channel;
+            both[0] = KE::cast_from(float_at::<Const<1>>(queries, at, comptime!(shape.q_dtype)));
+            both[1] = KE::cast_from(float_at::<Const<1>>(queries, at + 1u32, comptime!(shape.q_dtype)));
+        }
+        query_pairs[entry as usize] = u32::reinterpret(both);
+    }
+    sync_cube();
+    let mut query = Array::<u32>::new(comptime!(columns * pairs));
+    let mut prepared = Array::<u32>::new(comptime!(columns * pairs));
+    #[unroll]
+    for p in 0..comptime!(columns * pairs) {
+        query[p] = query_pairs[p * 32 + lane as usize];
+        prepared[p] = K::prepare::<KE>(query[p], comptime!(p % pairs), keys);
+    }
+
+    // ---- state
+    let seen = Seen::new(low, high, q_offset, s_q, t, causal, window, columns);
+    let mut state = Softmax::new(columns);
+    let tiles = comptime!((values.head_dim / 16) as usize);
+    let mut acc = Array::<F2>::new(comptime!(columns * tiles * 2));
+    #[unroll]
+    for j in 0..comptime!(columns * tiles * 2) {
+        acc[j] = F2::new(0.0f32);
+    }
+    let mut zeros = Array::<F2>::new(comptime!(2 * columns));
+    #[unroll]
+    for x in 0..comptime!(2 * columns) {
+        zeros[x] = F2::new(0.0f32);
+    }
+    let v_lane = first_row(lane, values);
+
+    let mut stage = 0u32;
+    let mut phase = 0u32;
+    for round in 0..rounds {
+        wait(&arrived0, &arrived1, &arrived2, stage, phase, stages);
+        let token = begin + (warp + round * warps) * tokens;
+        let slot = warp * stages + stage;
+        if token < end {
+            let mut scores = Array::<F2>::new(comptime!(columns * octets));
+            score_tile::<K, KE>(&query, &prepared, &k_tiles, &k_params, slot, g, t, scale, &mut scores, columns, keys);
+            let mut p = Array::<u32>::new(comptime!(columns * octets));
+            softmax::<VE>(
+                &mut scores,
+                token as i32,
+                g,
+                lane,
+                warp,
+                &seen,
+                &mut state,
+                &mut acc,
+                &mut zeros,
+                &mut weights,
+                &mut p,
+                tokens,
+                comptime!(tiles * 2),
+                columns,
+            );
+            value_tile::<V, VE>(
+                &p, &v_tiles, &v_params, slot, lane, v_lane, eights, &mut acc, &mut zeros, columns, values,
+            );
+        }
+        if round + stages < rounds {
+            sync_plane();
+            let token = token + comptime!(stages * warps * tokens);
+            if token < end {
+                fetch::<K, V, P>(
+                    k_rows,
+                    k_first,
+                    k_second,
+                    v_rows,
+                    v_first,
+                    v_second,
+                    &mut k_tiles,
+                    &mut k_params,
+                    &mut v_tiles,
+                    &mut v_params,
+                    matrix,
+                    capacity,
+                    high,
+                    token,
+                    slot,
+                    lane,
+                    keys,
+                    values,
+                );
+            }
+            arrive(&arrived0, &arrived1, &arrived2, stage, lane, stages);
+        }
+        stage += 1u32;
+        if stage == stages {
+            stage = 0u32;
+            phase = phase ^ 1u32;
+        }
+    }
+    sync_cube();
+    finish(
+        &mut state,
+        &acc,
+        &zeros,
+        part_o,
+        part_ml,
+        rows,
+        matrix * rows,
+        slots,
+        first_slot + CUBE_POS_X,
+        lane,
+        warp,
+        shape,
+    );
+}

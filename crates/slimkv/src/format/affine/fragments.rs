@@ -1,0 +1,271 @@
+//! Group-affine rows as matrix operands: codes are masked into place, scales and zero points go around them.
+//!
+//! Keys: the scale of a channel multiplies the query, once for a tile, since a tile lies in one group of tokens; the zero
+//! points of a group are one product with the query. Values: the scale of a token multiplies its weight where the channels of
+//! a chunk share it, else the codes; the zero points are one product of 16 tokens with the weights, a row for each group.
+
+use cubecl::prelude::barrier::{copy_async, copy_async_checked};
+use cubecl::prelude::*;
+
+use crate::format::fragments::{F2, KeyTiles, Pair, Quad, Tile, ValueTiles, codes, times, zip};
+
+/// Tiles of [`Affine`](super::Affine) rows: keys with [`Axis::Tokens`](super::Axis::Tokens), values with
+/// [`Axis::Channels`](super::Axis::Channels), packed codes, f16 parameters.
+pub(crate) struct AffineTiles;
+
+#[cube]
+impl KeyTiles for AffineTiles {
+    fn fetch(
+        first: &Array<Quad>,
+        second: &Array<Quad>,
+        kept: &mut SharedMemory<Quad>,
+        slot: u32,
+        matrix: u32,
+        capacity: u32,
+        token: u32,
+        lane: u32,
+        #[comptime] tile: Tile,
+    ) {
+        let row_chunks = comptime!(tile.head_dim / 8);
+        let groups = (capacity + comptime!(tile.group - 1)) / comptime!(tile.group);
+        let row = (matrix * groups + token / comptime!(tile.group)) * row_chunks;
+        #[unroll]
+        for x in 0..comptime!((2 * row_chunks).div_ceil(32)) {
+            let id = comptime!(x * 32) + lane;
+            let from = (row + id % row_chunks) as usize;
+            let to = (slot + id - id % row_chunks + scale_place(id % row_chunks)) as usize;
+            if id < row_chunks {
+                copy_async(&first.slice(from, from + 1), &mut kept.slice_mut(to, to + 1), 4u32);
+            } else if id < comptime!(2 * row_chunks) {
+                copy_async(&second.slice(from, from + 1), &mut kept.slice_mut(to, to + 1), 4u32);
+            }
+        }
+    }
+
+    fn prepare<E: Float>(query: u32, #[comptime] pair: usize, #[comptime] tile: Tile) -> u32 {
+        let down = comptime!({
+            let at = |channel: u32| 1.0 / (1u32 << tile.excess(channel % (tile.per_word() / 2))) as f32;
+            (at(2 * pair as u32), at(2 * pair as u32 + 1))
+        });
+        let mut factor = Pair::<E>::empty();
+        factor[0] = E::new(comptime!(down.0));
+        factor[1] = E::new(comptime!(down.1));
+        u32::reinterpret(Pair::<E>::reinterpret(query) * factor)
+    }
+
+    fn operands<E: Float>(
+        queries: &Array<u32>,
+        prepared: &Array<u32>,
+        kept: &SharedMemory<Quad>,
+        slot: u32,
+        t: u32,
+        operands: &mut Array<u32>,
+        constant: &mut Array<F2>,
+        #[comptime] columns: usize,
+        #[comptime] tile: Tile,
+    ) {
+        let multiply = cmma::MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
+        let pairs = comptime!((tile.head_dim / 8) as usize);
+        let run_chunks = comptime!(tile.run() / 8);
+        let loads = comptime!(tile.chunks() / tile.load());
+        // Row g of the even sums and row g + 8 of the odd ones count; the others pair channels that do not belong together.
+        let mut even = Array::<F2>::new(comptime!(2 * columns));
+        let mut odd = Array::<F2>::new(comptime!(2 * columns));
+        #[unroll]
+        for x in 0..comptime!(2 * columns) {
+            even[x] = F2::new(0.0f32);
+            odd[x] = F2::new(0.0f32);
+        }
+        #[unroll]
+        for j in 0..loads {
+            let mut scaled = Array::<u32>::new(comptime!(columns * (tile.run() / 2) as usize));
+            #[unroll]
+            for u in 0..run_chunks {
+                let id = (comptime!(4 * j) + t) * run_chunks + u;
+                let at = (slot + scale_place(id)) as usize;
+                let scale = kept[at];
+                let zero = kept[at + comptime!((tile.head_dim / 8) as usize)];
+                let mut left = Array::<Pair<E>>::new(4usize);
+                #[unroll]
+                for y in 0..4usize {
+                    left[y] = Pair::<E>::reinterpret(zero[y]);
+                }
+                #[unroll]
+                for x in 0..columns {
+                    let at = comptime!(x * pairs + ((j * run_chunks + u) * 4) as usize);
+                    #[unroll]
+                    for y in 0..4usize {
+                        scaled[comptime!((x * run_chunks as usize + u as usize) * 4 + y)] =
+                            times::<E>(prepared[comptime!(at + y)], scale[y]);
+                    }
+                    accumulate::<E>(&multiply, &left, queries[at], queries[comptime!(at + 2)], &mut even, x);
+                    accumulate::<E>(
+                        &multiply,
+                        &left,
+                        queries[comptime!(at + 1)],
+                        queries[comptime!(at + 3)],
+                        &mut odd,
+                        x,
+                    );
+                }
+            }
+            #[unroll]
+            for p in 0..comptime!(tile.run() / 2) {
+                // the channels whose codes lie opposite in a word
+                let per_register = comptime!(tile.per_word() / 2);
+                let c = comptime!(p / per_register * tile.per_word() + p % per_register);
+                let low = comptime!((c / 2) as usize);
+                let high = comptime!(((c + per_register) / 2) as usize);
+                #[unroll]
+                for x in 0..columns {
+                    let base = comptime!(x * (tile.run() / 2) as usize);
+                    operands[comptime!(x * pairs + (j * tile.run() / 2 + p) as usize)] =
+                        zip::<E>(scaled[comptime!(base + low)], scaled[comptime!(base + high)], comptime!(c % 2 == 1));
+                }
+            }
+        }
+        #[unroll]
+        for x in 0..columns {
+            constant[x] = even[comptime!(2 * x)] + odd[comptime!(2 * x + 1)];
+        }
+    }
+
+    fn register(word: u32, #[comptime] i: u32, #[comptime] tile: Tile) -> u32 {
+        codes(word, i, comptime!(tile.bits))
+    }
+}
+
+/// Adds a product to the sums number `x`.
+#[cube]
+fn accumulate<E: Float>(
+    multiply: &cmma::MmaDefinition<E, E, f32>,
+    left: &Array<Pair<E>>,
+    low: u32,
+    high: u32,
+    sums: &mut Array<F2>,
+    #[comptime] x: usize,
+) {
+    let mut right = Array::<Pair<E>>::new(2usize);
+    right[0] = Pair::<E>::reinterpret(low);
+    right[1] = Pair::<E>::reinterpret(high);
+    let mut sum = Array::<F2>::new(2usize);
+    sum[0] = sums[comptime!(2 * x)];
+    sum[1] = sums[comptime!(2 * x + 1)];
+    let sum = multiply.execute(left, &right, &sum);
+    sums[comptime!(2 * x)] = sum[0];
+    sums[comptime!(2 * x + 1)] = sum[1];
+}
+
+/// Where chunk number `id` of a row of scales lies: the four lanes of a quad read 64 bytes apart.
+#[cube]
+fn scale_place(id: u32) -> u32 {
+    id ^ ((id >> 3u32) & 1u32)
+}
+
+#[cube]
+impl ValueTiles for AffineTiles {
+    fn fetch<P: Size>(
+        first: &Array<Vector<u32, P>>,
+        second: &Array<Vector<u32, P>>,
+        kept: &mut SharedMemory<Quad>,
+        slot: u32,
+        row: u32,
+        left: u32,
+        lane: u32,
+        #[comptime] tile: Tile,
+    ) {
+        if lane < comptime!(tile.tokens) {
+            let from = (row + lane) as usize;
+            let to = (slot + lane) as usize;
+            let n = select(lane < left, 1usize, 0usize);
+            let words = comptime!(tile.groups() / 2);
+            let scales = kept.slice_mut(to, to + 1);
+            let mut scales = unsafe { scales.downcast_unchecked::<Vector<u32, P>>() };
+            copy_async_checked(&first.slice(from, from + n), &mut scales, words);
+            let to = to + comptime!(tile.tokens as usize);
+            let zeros = kept.slice_mut(to, to + 1);
+            let mut zeros = unsafe { zeros.downcast_unchecked::<Vector<u32, P>>() };
+            copy_async_checked(&second.slice(from, from + n), &mut zeros, words);
+        }
+    }
+
+    fn operands<E: Float>(
+        weights: &Array<u32>,
+        kept: &SharedMemory<Quad>,
+        slot: u32,
+        lane: u32,
+        operands: &mut Array<u32>,
+        scales: &mut Array<u32>,
+        zeros: &mut Array<F2>,
+        #[comptime] block: usize,
+        #[comptime] columns: usize,
+        #[comptime] tile: Tile,
+    ) {
+        let multiply = cmma::MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
+        let octets = comptime!((tile.tokens / 8) as usize);
+        let groups = comptime!(tile.groups() as usize);
+        let g = lane / 4u32;
+        #[unroll]
+        for o in 0..2usize {
+            let token = comptime!((block * 16 + o * 8) as u32) + 2u32 * (lane % 4u32);
+            let a = kept[(slot + token) as usize];
+            let b = kept[(slot + token + 1u32) as usize];
+            if comptime!(tile.uniform_chunks()) {
+                #[unroll]
+                for group in 0..groups {
+                    let scale = zip::<E>(a[group / 2], b[group / 2], comptime!(group % 2 == 1));
+                    #[unroll]
+                    for x in 0..columns {
+                        operands[comptime!((x * groups + group) * 2 + o)] =
+                            times::<E>(weights[comptime!(x * octets + block * 2 + o)], scale);
+                    }
+                }
+            } else {
+                // The eight lanes of a chunk's column span several groups; a lane's own channels lie in one.
+                let lanes = comptime!(8 * tile.group / tile.per_chunk());
+                #[unroll]
+                for chunk in 0..comptime!(tile.chunks() as usize) {
+                    let words = comptime!((tile.per_chunk() / tile.group / 2) as usize);
+                    let upper = (g / comptime!(2 * lanes)) % 2u32 == 1u32;
+                    let (wa, wb) = if comptime!(words == 1) {
+                        (a[chunk], b[chunk])
+                    } else {
+                        (select(upper, a[chunk * 2 + 1], a[chunk * 2]), select(upper, b[chunk * 2 + 1], b[chunk * 2]))
+                    };
+                    let shift = select((g / lanes) % 2u32 == 1u32, 16u32, 0u32);
+                    scales[chunk * 2 + o] = ((wa >> shift) & 0xFFFFu32) | ((wb >> shift) << 16u32);
+                }
+                #[unroll]
+                for x in 0..columns {
+                    operands[comptime!(x * 2 + o)] = weights[comptime!(x * octets + block * 2 + o)];
+                }
+            }
+        }
+        let at = (slot + comptime!(tile.tokens + block as u32 * 16) + lane % 16u32) as usize;
+        let row = kept.slice(at, at + 1);
+        let row = unsafe { row.downcast_unchecked::<E>() };
+        let loaded = multiply.load_matrix::<E, Const<2>>(&row, cmma::MatrixIdent::A, 2usize, true);
+        let mut left = Array::<Pair<E>>::new(4usize);
+        left[0] = loaded[0];
+        left[1] = Pair::<E>::new(E::from_int(0));
+        left[2] = loaded[1];
+        left[3] = Pair::<E>::new(E::from_int(0));
+        #[unroll]
+        for x in 0..columns {
+            let at = comptime!(x * octets + block * 2);
+            accumulate::<E>(&multiply, &left, weights[at], weights[comptime!(at + 1)], zeros, x);
+        }
+    }
+
+    fn register<E: Float>(word: u32, scale: u32, eights: u32, #[comptime] i: u32, #[comptime] tile: Tile) -> u32 {
+        let code = codes(word, i, comptime!(tile.bits));
+        if comptime!(tile.uniform_chunks()) {
+            code
+        } else {
+            // one fused multiplication and addition, exact but for its rounding
+            let number = Pair::<E>::reinterpret(code | eights);
+            let scale = Pair::<E>::reinterpret(scale);
+            u32::reinterpret(number * scale + scale * Pair::<E>::new(E::from_int(-8)))
+        }
+    }
+}

@@ -70,7 +70,7 @@ impl Tile {
 
     /// Words that a lane loads at once from a row of keys.
     pub(crate) fn load(self) -> u32 {
-        [4, 2].into_iter().find(|&n| self.chunks() % n == 0).unwrap_or(1)
+        [4, 2].into_iter().find(|&n| self.chunks().is_multiple_of(n)).unwrap_or(1)
     }
 
     /// Consecutive channels of one such load.
@@ -139,7 +139,7 @@ pub(crate) fn times<E: Float>(a: u32, b: u32) -> u32 {
 #[cube]
 pub(crate) fn key_place(id: u32, #[comptime] tile: Tile) -> u32 {
     let chunks = comptime!(tile.chunks());
-    if comptime!(tile.chunks() % 8 == 0) { id ^ (((id / chunks) & 1u32) << 2u32) } else { id }
+    if comptime!(tile.chunks().is_multiple_of(8)) { id ^ (((id / chunks) & 1u32) << 2u32) } else { id }
 }
 
 /// Where chunk number `id` of a tile of values lies: `ldmatrix` reads one chunk of eight tokens.

@@ -36,12 +36,11 @@ impl Rows {
                 let expected = format!("rows within {} (source) and {} (destination)", from.capacity, to.capacity);
                 return Err(Error::value(op, "copies", expected, format!("{copy:?}")));
             }
-            if let Rows::Affine(rows) = &*self {
-                if rows.axis == Axis::Tokens && copy.to % rows.group != 0 && copy.rows != 0 {
+            if let Rows::Affine(rows) = &*self
+                && rows.axis == Axis::Tokens && copy.to % rows.group != 0 && copy.rows != 0 {
                     let expected = format!("a destination on a boundary of {} tokens", rows.group);
                     return Err(Error::value(op, "copies", expected, copy.to));
                 }
-            }
         }
         match self.device().gpu() {
             None => super::write_cpu::write(op, self, source, copies),

@@ -107,7 +107,7 @@ fn make_unique(op: &'static str, gpu: &Gpu, tensor: &mut Tensor) -> Result<()> {
     if !buffer.is_unique() {
         let copy = gpu.empty(op, buffer.len())?;
         with_client!(gpu, client => copy_words(client, buffer.handle(), copy.handle(), buffer.words()));
-        *tensor = Tensor::from_gpu_buffer(tensor.dtype(), &tensor.shape().to_vec(), copy);
+        *tensor = Tensor::from_gpu_buffer(tensor.dtype(), tensor.shape(), copy);
     }
     Ok(())
 }

@@ -102,7 +102,7 @@ impl Kernel for Dots<'_> {
 /// `R` queries times four tokens.
 #[inline(always)]
 fn dots<S: Simd, const R: usize>(s: S, tokens: &[f32], queries: &[f32], stride: usize) -> [[f32; 4]; R] {
-    assert!(tokens.len() >= 4 * stride && queries.len() >= R * stride && stride % TILE_ALIGN == 0);
+    assert!(tokens.len() >= 4 * stride && queries.len() >= R * stride && stride.is_multiple_of(TILE_ALIGN));
     let mut acc = [[s.splat(0.0); 4]; R];
     for c in (0..stride).step_by(S::LANES) {
         // SAFETY: `c + LANES <= stride`, and the slices hold 4 and `R` rows of that length.

@@ -91,7 +91,7 @@ impl Mma {
             && rows <= MAX_ROWS
             && geometry.batch <= 65535
             && geometry.kv_heads <= 65535
-            && geometry.head_dim % 16 == 0
+            && geometry.head_dim.is_multiple_of(16)
             && geometry.head_dim <= 256
             && exact_enough(&segment.keys, q_dtype)
             && exact_enough(&segment.values, options.out_dtype)
@@ -185,7 +185,7 @@ impl Shape {
             Shape { keys: tile(self.keys), values: tile(self.values), warps, stages, columns, rows, ..self }
         };
         let fits = |shape: &Shape| {
-            let whole = |t: Tile| t.tokens * t.chunks() % 32 == 0;
+            let whole = |t: Tile| (t.tokens * t.chunks()).is_multiple_of(32);
             whole(shape.keys) && whole(shape.values) && shape.shared_bytes() <= limit
         };
         let tiles = [(most, 32), (8, 32), (8, 16), (4, 16)];
@@ -199,21 +199,21 @@ fn tile(rows: &Rows, axis: Axis) -> Option<Tile> {
     let head_dim = rows.shape().head_dim as u32;
     let tile = |bits: u32, group: usize| Tile { head_dim, bits, group: group as u32, tokens: TOKENS as u32 };
     match rows {
-        Rows::Plain(rows) => (rows.data.dtype() != DType::F32 && head_dim % 16 == 0).then_some(tile(16, 0)),
+        Rows::Plain(rows) => (rows.data.dtype() != DType::F32 && head_dim.is_multiple_of(16)).then_some(tile(16, 0)),
         Rows::Affine(rows) => {
             let of = tile(rows.bits, rows.group);
             let stored = rows.is_packed() && rows.scale.dtype() == DType::F16 && rows.axis == axis;
-            let whole_chunks = 32 % rows.bits == 0 && head_dim * rows.bits % 128 == 0;
+            let whole_chunks = 32 % rows.bits == 0 && (head_dim * rows.bits).is_multiple_of(128);
             let grouped = match axis {
                 Axis::Tokens => rows.group % TOKENS == 0 && whole_chunks && of.run() % 8 == 0,
                 Axis::Channels => {
-                    head_dim as usize % rows.group == 0
+                    (head_dim as usize).is_multiple_of(rows.group)
                         && [2, 4, 8].contains(&of.groups())
                         && whole_chunks
                         && (of.group % of.per_chunk() == 0 || [2, 4].map(|n| n * of.group).contains(&of.per_chunk()))
                 }
             };
-            (stored && head_dim % 8 == 0 && grouped).then_some(of)
+            (stored && head_dim.is_multiple_of(8) && grouped).then_some(of)
         }
         #[allow(unreachable_patterns)]
         _ => None,

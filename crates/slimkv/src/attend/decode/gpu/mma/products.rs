@@ -56,7 +56,7 @@ pub(super) fn score_tile<K: KeyTiles, E: Float>(
         for o in 0..octets {
             let at = base + comptime!(o as u32 * 8 * tile.chunks());
             if comptime!(load == 4) {
-                let flip = if comptime!(tile.chunks() % 8 == 0) { (g & 1u32) << 2u32 } else { 0u32.runtime() };
+                let flip = if comptime!(tile.chunks().is_multiple_of(8)) { (g & 1u32) << 2u32 } else { 0u32.runtime() };
                 let four = tiles[(at + ((comptime!(4 * j) + t) ^ flip)) as usize];
                 #[unroll]
                 for e in 0..4usize {

@@ -41,11 +41,11 @@ pub(crate) struct ValuePlan<'a> {
 impl<'a> ValuePlan<'a> {
     /// `None` where these rows or this machine need another way.
     pub fn new(isa: Isa, rows: Tiles<'a>) -> Option<Self> {
-        let whole = rows.group % CHANNELS == 0 || rows.group >= rows.head_dim;
+        let whole = rows.group.is_multiple_of(CHANNELS) || rows.group >= rows.head_dim;
         let served = matches!(isa, Isa::Avx512 | Isa::Amx) && rows.axis == Axis::Channels && whole;
         let (bits, row_bytes) = rows.row_layout();
         let spread = Spread::new(bits, rows.head_dim, row_bytes, Order::Interleaved);
-        let nibbles = bits == 4 && rows.head_dim % NIBBLES == 0 && rows.group % (2 * CHANNELS) == 0;
+        let nibbles = bits == 4 && rows.head_dim.is_multiple_of(NIBBLES) && rows.group.is_multiple_of(2 * CHANNELS);
         served.then_some(ValuePlan { isa, rows, spread, row_bytes, nibbles })
     }
 }

@@ -16,6 +16,7 @@ macro_rules! on_every_gpu {
 }
 on_every_gpu!(
     buffers_come_back
+    dropped_buffers_are_given_back
     plain_rows_are_converted
     rows_are_quantised_bit_for_bit
     rows_are_decoded_bit_for_bit
@@ -27,5 +28,5 @@ on_every_gpu!(
 
 #[test]
 fn every_check_is_listed() {
-    assert_eq!(rows::ALL.len(), 9);
+    assert_eq!(rows::ALL.len(), 10);
 }

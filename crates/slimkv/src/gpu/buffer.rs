@@ -1,6 +1,7 @@
 //! Device memory.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use cubecl::server::Handle;
 
@@ -13,6 +14,10 @@ const WORD: usize = 16;
 /// From this size on an allocation is exact; smaller ones are slices of shared pages.
 const EXACT_FROM: usize = 64 << 10;
 
+/// The runtime keeps exact allocations for others of the same size. When one of this size was dropped, what is unused is
+/// given back before the next is made, so that caches which come and go leave nothing behind.
+const LARGE: usize = 8 << 20;
+
 /// Bytes on one GPU. Cloning shares them.
 #[derive(Clone)]
 pub struct Buffer(Arc<Memory>);
@@ -21,6 +26,14 @@ struct Memory {
     gpu: Gpu,
     handle: Handle,
     len: usize,
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.len >= LARGE {
+            self.gpu.0.stale.store(true, Ordering::Relaxed);
+        }
+    }
 }
 
 impl Buffer {
@@ -83,6 +96,7 @@ impl Gpu {
         let exact = bytes.len() >= EXACT_FROM;
         let copy = |data: &[u8]| {
             with_client!(self, client => if exact {
+                self.give_back_unused(bytes.len());
                 client.memory_persistent_allocation((), |_| client.create_from_slice(data))
             } else {
                 Ok(client.create_from_slice(data))
@@ -108,11 +122,18 @@ impl Gpu {
         self.check_size(op, bytes)?;
         let size = padded(bytes);
         let handle = with_client!(self, client => if long_lived && size >= EXACT_FROM {
+            self.give_back_unused(size);
             client.memory_persistent_allocation((), |_| client.empty(size))
         } else {
             Ok(client.empty(size))
         });
         Ok(self.hold(handle.map_err(|e| self.failed(op, e))?, bytes))
+    }
+
+    fn give_back_unused(&self, wanted: usize) {
+        if wanted >= LARGE && self.0.stale.swap(false, Ordering::Relaxed) {
+            with_client!(self, client => client.memory_cleanup());
+        }
     }
 
     fn hold(&self, handle: Handle, len: usize) -> Buffer {

@@ -19,9 +19,9 @@ static FOLDER: OnceLock<PathBuf> = OnceLock::new();
 pub struct KernelCache {
     /// The folder of this build and this machine.
     pub folder: PathBuf,
-    /// Files in it.
+    /// Compiled kernels in it.
     pub entries: usize,
-    /// Bytes of these files.
+    /// Bytes on disk.
     pub bytes: u64,
     /// Whether this process reads and writes it.
     pub enabled: bool,
@@ -87,14 +87,20 @@ fn user_cache() -> Option<PathBuf> {
     }
 }
 
+/// Kernels and bytes below a folder. CubeCL lists the kernels of each backend in a table of contents, one a line.
 fn measure(folder: &Path) -> (usize, u64) {
     let Ok(entries) = std::fs::read_dir(folder) else { return (0, 0) };
-    entries.flatten().fold((0, 0), |(files, bytes), entry| match entry.metadata() {
-        Ok(meta) if meta.is_dir() => {
-            let (f, b) = measure(&entry.path());
-            (files + f, bytes + b)
+    entries.flatten().fold((0, 0), |(kernels, bytes), entry| {
+        let Ok(meta) = entry.metadata() else { return (kernels, bytes) };
+        if meta.is_dir() {
+            let (k, b) = measure(&entry.path());
+            return (kernels + k, bytes + b);
         }
-        Ok(meta) => (files + 1, bytes + meta.len()),
-        Err(_) => (files, bytes),
+        let listed = if entry.file_name().to_string_lossy().starts_with("toc") {
+            std::fs::read(entry.path()).map_or(0, |text| text.split(|&b| b == b'\n').filter(|l| !l.is_empty()).count())
+        } else {
+            0
+        };
+        (kernels + listed, bytes + meta.len())
     })
 }

@@ -14,6 +14,7 @@ mod warm;
 
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 #[cfg(any(has_cuda, has_wgpu))]
 use cubecl::prelude::ComputeClient;
@@ -36,6 +37,8 @@ struct Opened {
     name: String,
     hardware: bool,
     client: Client,
+    /// Whether a large buffer was dropped since unused memory was last given back.
+    stale: AtomicBool,
 }
 
 /// The connection to a device, one variant a runtime that this build has.

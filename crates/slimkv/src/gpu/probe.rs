@@ -61,7 +61,7 @@ pub(super) fn open(kind: DeviceKind, index: usize) -> Result<Gpu, String> {
         return Err(format!("there are {} ({})", names.len(), names.join(", ")));
     };
     let (client, hardware) = connect(kind, index)?;
-    let gpu = Gpu(Arc::new(Opened { kind, index, name: name.clone(), hardware, client }));
+    let gpu = Gpu(Arc::new(Opened { kind, index, name: name.clone(), hardware, client, stale: Default::default() }));
     open.insert((kind, index), gpu.clone());
     Ok(gpu)
 }

@@ -3,6 +3,7 @@
 use slimkv::attend::{self, merge};
 use slimkv::format::affine::{self, Names};
 use slimkv::format::{Affine, Axis, Plain, RowCopy, Rows, bits};
+use slimkv::gpu::Gpu;
 use slimkv::{DType, Device, DeviceKind, Tensor};
 
 use super::{Case, Kind, Random, rows_to, segment_to};
@@ -10,6 +11,7 @@ use super::{Case, Kind, Random, rows_to, segment_to};
 /// Every check of this file, by name.
 pub const ALL: &[(&str, fn(&Device))] = &[
     ("buffers_come_back", buffers_come_back),
+    ("dropped_buffers_are_given_back", dropped_buffers_are_given_back),
     ("plain_rows_are_converted", plain_rows_are_converted),
     ("rows_are_quantised_bit_for_bit", rows_are_quantised_bit_for_bit),
     ("rows_are_decoded_bit_for_bit", rows_are_decoded_bit_for_bit),
@@ -31,6 +33,24 @@ pub fn buffers_come_back(device: &Device) {
         let zeros = Tensor::zeros(DType::U8, &[len], device).unwrap();
         assert_eq!(zeros.to_vec::<u8>().unwrap(), vec![0; len], "{device}: {len} zeros");
     }
+}
+
+pub fn dropped_buffers_are_given_back(device: &Device) {
+    let index = device.to_string().rsplit(':').next().and_then(|n| n.parse().ok()).unwrap_or(0);
+    let gpu = Gpu::open(device.kind(), index).unwrap();
+    let reserved = || gpu.memory().unwrap().1;
+    let mib = |n: usize| Tensor::zeros(DType::U8, &[n << 20], device).unwrap();
+    let keep = mib(9);
+    device.synchronize().unwrap();
+    let before = reserved();
+    for n in 20..30 {
+        drop(mib(n));
+    }
+    let last = mib(9);
+    device.synchronize().unwrap();
+    let grown = reserved().saturating_sub(before);
+    assert!(grown <= 64 << 20, "{device}: {grown} more bytes are reserved for {} bytes", last.byte_len());
+    assert!(keep.to_vec::<u8>().unwrap().iter().all(|&b| b == 0), "{device}");
 }
 
 /// Normal values with what breaks careless code among them.

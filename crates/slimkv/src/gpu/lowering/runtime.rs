@@ -47,7 +47,8 @@ pub(crate) fn texts(target: &str) -> Vec<Text> {
 /// A device of a target, to be used through the library.
 pub(crate) fn gpu<T: Target>() -> Gpu {
     let client = <Lower<T> as Runtime>::client(&Default::default());
-    Gpu(Arc::new(Opened { kind: T::KIND, index: 900, name: T::NAME.into(), hardware: true, client: T::wrap(client) }))
+    let (name, client) = (T::NAME.into(), T::wrap(client));
+    Gpu(Arc::new(Opened { kind: T::KIND, index: 900, name, hardware: true, client, stale: Default::default() }))
 }
 
 /// What is lowered to.

@@ -233,10 +233,11 @@ impl LayerMut<'_> {
             }
         };
         if let Some(lens) = attend.query_lens
-            && (lens.len() != geometry.batch || lens.iter().any(|&n| n > s_q)) {
-                let expected = format!("{} numbers up to {s_q}", geometry.batch);
-                return Err(Error::value(OP, "query_lens", expected, format!("{lens:?}")));
-            }
+            && (lens.len() != geometry.batch || lens.iter().any(|&n| n > s_q))
+        {
+            let expected = format!("{} numbers up to {s_q}", geometry.batch);
+            return Err(Error::value(OP, "query_lens", expected, format!("{lens:?}")));
+        }
         let segments = layer.segments(|b| attend.query_lens.map_or(s_q, |lens| lens[b]))?;
         let options = Options {
             scale: attend.scale,

@@ -37,10 +37,13 @@ impl Rows {
                 return Err(Error::value(op, "copies", expected, format!("{copy:?}")));
             }
             if let Rows::Affine(rows) = &*self
-                && rows.axis == Axis::Tokens && copy.to % rows.group != 0 && copy.rows != 0 {
-                    let expected = format!("a destination on a boundary of {} tokens", rows.group);
-                    return Err(Error::value(op, "copies", expected, copy.to));
-                }
+                && rows.axis == Axis::Tokens
+                && copy.to % rows.group != 0
+                && copy.rows != 0
+            {
+                let expected = format!("a destination on a boundary of {} tokens", rows.group);
+                return Err(Error::value(op, "copies", expected, copy.to));
+            }
         }
         match self.device().gpu() {
             None => super::write_cpu::write(op, self, source, copies),

@@ -8,8 +8,11 @@ use slimkv::{DType, Device, DeviceKind, Tensor};
 
 use super::{Case, Kind, Random, rows_to, segment_to};
 
-/// Every check of this file, by name.
-pub const ALL: &[(&str, fn(&Device))] = &[
+/// A check and its name.
+pub type Check = (&'static str, fn(&Device));
+
+/// Every check of this file.
+pub const ALL: &[Check] = &[
     ("buffers_come_back", buffers_come_back),
     ("dropped_buffers_are_given_back", dropped_buffers_are_given_back),
     ("plain_rows_are_converted", plain_rows_are_converted),

@@ -180,10 +180,12 @@ impl ValueTiles for AffineTiles {
             let n = select(lane < left, 1usize, 0usize);
             let words = comptime!(tile.groups() / 2);
             let scales = kept.slice_mut(to, to + 1);
+            // SAFETY: a line holds the whole parameters of a token, `groups` halves.
             let mut scales = unsafe { scales.downcast_unchecked::<Vector<u32, P>>() };
             copy_async_checked(&first.slice(from, from + n), &mut scales, words);
             let to = to + comptime!(tile.tokens as usize);
             let zeros = kept.slice_mut(to, to + 1);
+            // SAFETY: as above.
             let mut zeros = unsafe { zeros.downcast_unchecked::<Vector<u32, P>>() };
             copy_async_checked(&second.slice(from, from + n), &mut zeros, words);
         }
@@ -243,6 +245,7 @@ impl ValueTiles for AffineTiles {
         }
         let at = (slot + comptime!(tile.tokens + block as u32 * 16) + lane % 16u32) as usize;
         let row = kept.slice(at, at + 1);
+        // SAFETY: a line holds 16 bytes of elements `E`, whole.
         let row = unsafe { row.downcast_unchecked::<E>() };
         let loaded = multiply.load_matrix::<E, Const<2>>(&row, cmma::MatrixIdent::A, 2usize, true);
         let mut left = Array::<Pair<E>>::new(4usize);

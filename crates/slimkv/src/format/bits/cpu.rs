@@ -13,9 +13,9 @@ pub(crate) fn pack(indices: &Tensor, bits: u32) -> Result<Tensor> {
     let len = *indices.shape().last().unwrap_or(&0);
     let width = words_per_row(len, bits);
     let mut packed = Tensor::zeros(DType::U32, &with_last_axis(indices, width), &Device::cpu())?;
-    if len != 0 {
+    if let Some(rows) = TASK_CODES.checked_div(len) {
         let codes = indices.as_slice::<u8>()?;
-        let rows = (TASK_CODES / len).max(1);
+        let rows = rows.max(1);
         let words = packed.as_mut_slice::<u32>()?;
         words.par_chunks_mut(rows * width).zip(codes.par_chunks(rows * len)).for_each(|(words, codes)| {
             let mut row = vec![0; len + 7];
@@ -32,9 +32,9 @@ pub(crate) fn pack(indices: &Tensor, bits: u32) -> Result<Tensor> {
 pub(crate) fn unpack(packed: &Tensor, bits: u32, len: usize) -> Result<Tensor> {
     let width = words_per_row(len, bits);
     let mut indices = Tensor::zeros(DType::U8, &with_last_axis(packed, len), &Device::cpu())?;
-    if len != 0 {
+    if let Some(rows) = TASK_CODES.checked_div(len) {
         let words = packed.as_slice::<u32>()?;
-        let rows = (TASK_CODES / len).max(1);
+        let rows = rows.max(1);
         let codes = indices.as_mut_slice::<u8>()?;
         codes.par_chunks_mut(rows * len).zip(words.par_chunks(rows * width)).for_each(|(codes, words)| {
             let mut row = vec![0; unpacked_len(len)];

@@ -182,6 +182,7 @@ pub(super) fn value_tile<V: ValueTiles, E: Float>(
                 base + v_lane + comptime!(2 * two)
             };
             let row = tiles.slice(at as usize, at as usize + 1);
+            // SAFETY: a line of the tile holds 16 bytes of elements `E`, whole.
             let row = unsafe { row.downcast_unchecked::<E>() };
             let words = multiply.load_matrix::<E, Const<2>>(&row, cmma::MatrixIdent::A, comptime!(2 * together), true);
             #[unroll]

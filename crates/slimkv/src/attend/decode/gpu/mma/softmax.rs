@@ -163,6 +163,7 @@ pub(crate) fn softmax<E: Float>(
         let at =
             (base + comptime!((part * matrices * 32) as u32) + (lane % comptime!(8 * matrices as u32)) * 4u32) as usize;
         let row = turn.slice(at, at + 4);
+        // SAFETY: four words hold eight elements `E`, whole.
         let row = unsafe { row.downcast_unchecked::<E>() };
         let turned = multiply.load_matrix::<E, Const<2>>(&row, cmma::MatrixIdent::B, matrices, true);
         #[unroll]

@@ -31,7 +31,8 @@ pub(crate) struct KeyPlan<'a> {
 impl<'a> KeyPlan<'a> {
     /// `None` where these rows or this machine need another way.
     pub fn new(isa: Isa, rows: Tiles<'a>) -> Option<Self> {
-        let served = matches!(isa, Isa::Avx512 | Isa::Amx) && rows.axis == Axis::Tokens && rows.group.is_multiple_of(TOKENS);
+        let served =
+            matches!(isa, Isa::Avx512 | Isa::Amx) && rows.axis == Axis::Tokens && rows.group.is_multiple_of(TOKENS);
         let (bits, row_bytes) = rows.row_layout();
         served.then(|| KeyPlan {
             spread: Spread::new(bits, rows.head_dim, row_bytes, Order::Channels),

@@ -33,10 +33,11 @@ fn main() -> std::process::ExitCode {
     println!("on {device}, {}", device.name());
     let failed = if wants("--check") { check(&device) } else { 0 };
     if wants("--time")
-        && let Err(error) = time(&device) {
-            eprintln!("{error}");
-            return 1.into();
-        }
+        && let Err(error) = time(&device)
+    {
+        eprintln!("{error}");
+        return 1.into();
+    }
     println!("{failed} checks failed");
     u8::from(failed > 0).into()
 }

@@ -116,6 +116,10 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+    #[inline(always)]
     fn sum(self, x: __m256) -> f32 {
         unsafe {
             let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));

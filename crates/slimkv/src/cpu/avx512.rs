@@ -123,6 +123,10 @@ impl Simd for Avx512 {
         unsafe { _mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(x)) }
     }
     #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+    #[inline(always)]
     fn sum(self, x: __m512) -> f32 {
         unsafe { _mm512_reduce_add_ps(x) }
     }

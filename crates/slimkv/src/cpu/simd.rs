@@ -65,6 +65,10 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Stores the low byte of each element.
     unsafe fn store_u8(self, p: *mut u8, x: Self::I);
 
+    /// Asks for the cache line at `p`, which need not exist, where the machine can.
+    #[inline(always)]
+    fn prefetch(self, _: *const u8) {}
+
     fn sum(self, x: Self::F) -> f32;
     fn max_lane(self, x: Self::F) -> f32;
     /// The sums of four vectors.

@@ -1,6 +1,7 @@
 //! Plain rows: uncompressed f16, bf16 or f32. The baseline, and the exact tail of the compressed caches.
 
 pub(crate) mod cpu;
+pub(crate) mod decode;
 #[cfg(feature = "gpu")]
 pub(crate) mod fragments;
 #[cfg(feature = "gpu")]

@@ -19,6 +19,7 @@ use crate::attend::{Attended, Geometry, Options, Segment};
 use crate::cpu::floats::Floats;
 use crate::cpu::math::LOG2_E;
 use crate::cpu::{Isa, Worker};
+use crate::format::plain::decode::PlainPlan;
 use crate::format::{Rows, affine};
 use crate::{DType, Result, Tensor};
 pub(crate) use split::Mask;
@@ -63,8 +64,9 @@ pub(crate) fn attend(
 /// The fastest way to score these keys; `exact` asks for f32 arithmetic.
 fn plan_keys<'a>(isa: Isa, rows: &'a Rows, exact: bool) -> Result<Box<dyn KeyPlan + 'a>> {
     let fast = match rows {
+        Rows::Plain(rows) => return Ok(Box::new(PlainPlan(rows))),
         Rows::Affine(rows) if !exact => affine::cpu::key_plan(isa, rows)?,
-        _ => None,
+        Rows::Affine(_) => None,
     };
     fast.map_or_else(|| Ok(Box::new(tile::TilePlan::new(isa, rows)?) as Box<_>), Ok)
 }
@@ -72,8 +74,9 @@ fn plan_keys<'a>(isa: Isa, rows: &'a Rows, exact: bool) -> Result<Box<dyn KeyPla
 /// The fastest way to add up these values.
 fn plan_values<'a>(isa: Isa, rows: &'a Rows, exact: bool) -> Result<Box<dyn ValuePlan + 'a>> {
     let fast = match rows {
+        Rows::Plain(rows) => return Ok(Box::new(PlainPlan(rows))),
         Rows::Affine(rows) if !exact => affine::cpu::value_plan(isa, rows)?,
-        _ => None,
+        Rows::Affine(_) => None,
     };
     fast.map_or_else(|| Ok(Box::new(tile::TilePlan::new(isa, rows)?) as Box<_>), Ok)
 }

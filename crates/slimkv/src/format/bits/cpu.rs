@@ -87,31 +87,43 @@ pub(crate) fn unpack_codes(words: &[u32], bits: u32, len: usize, codes: &mut [u8
 /// Packs a row of `len` codes, eight at a time; each code is masked. `codes` holds seven bytes more than `len`, of any value.
 #[inline(always)]
 pub(crate) fn pack_codes(codes: &[u8], len: usize, bits: u32, words: &mut [u32]) {
+    match bits {
+        8 => pack_words::<8>(codes, len, words),
+        4 => pack_words::<4>(codes, len, words),
+        3 => pack_words::<3>(codes, len, words),
+        2 => pack_words::<2>(codes, len, words),
+        _ => pack_words::<1>(codes, len, words),
+    }
+}
+
+/// [`pack_codes`] for one width, so that all masks are constants.
+#[inline(always)]
+fn pack_words<const BITS: u32>(codes: &[u8], len: usize, words: &mut [u32]) {
     assert!(codes.len() >= len + 7);
-    let per_word = codes_per_word(bits);
-    // Eight codes from `at` on as the low bits of a word; codes past the end are 0.
-    let eight = |at: usize| -> u32 {
-        let left = len.saturating_sub(at).min(8) as u32;
-        if left == 0 {
-            return 0;
-        }
-        // SAFETY: `at < len`, and seven bytes follow the codes.
-        let bytes = u64::from_le(unsafe { codes.as_ptr().add(at).cast::<u64>().read_unaligned() });
-        gather(bytes & u64::MAX >> (64 - 8 * left), bits)
-    };
-    for (i, word) in words[..words_per_row(len, bits)].iter_mut().enumerate() {
-        let at = i * per_word;
-        *word = match bits {
-            8 => {
-                let four: [u8; 4] = std::array::from_fn(|j| if at + j < len { codes[at + j] } else { 0 });
-                u32::from_le_bytes(four)
-            }
-            4 => eight(at),
+    let eight = |at| eight_codes::<BITS>(codes, len, at);
+    for (i, word) in words[..words_per_row(len, BITS)].iter_mut().enumerate() {
+        let at = i * codes_per_word(BITS);
+        *word = match BITS {
+            8 | 4 => eight(at),
             3 => eight(at) | (eight(at + 8) & 0x3F) << 24,
             2 => eight(at) | eight(at + 8) << 16,
             _ => eight(at) | eight(at + 8) << 8 | eight(at + 16) << 16 | eight(at + 24) << 24,
         };
     }
+}
+
+/// Eight codes from `at` on, or the four of a word of bytes, as the low bits of a word; codes past the end are 0.
+#[inline(always)]
+fn eight_codes<const BITS: u32>(codes: &[u8], len: usize, at: usize) -> u32 {
+    assert!(codes.len() >= len + 7);
+    let left = len.saturating_sub(at).min(8) as u32;
+    if left == 0 {
+        return 0;
+    }
+    // SAFETY: `at < len`, and seven bytes follow the codes.
+    let bytes = u64::from_le(unsafe { codes.as_ptr().add(at).cast::<u64>().read_unaligned() });
+    let bytes = bytes & u64::MAX >> (64 - 8 * left);
+    if BITS == 8 { bytes as u32 } else { gather(bytes, BITS) }
 }
 
 /// Moves eight codes of `bits` bits, one to a byte, together: pairs, fours and eights in turn.

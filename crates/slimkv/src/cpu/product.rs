@@ -81,12 +81,16 @@ pub(crate) fn sums(
         // SAFETY: as above.
         Some(tiles) => unsafe { tiles.signed_unsigned(weights, codes, steps, sums) },
         None => {
-            for (i, sums) in sums.iter_mut().enumerate() {
+            for (i, sums) in sums.chunks_exact_mut(2).enumerate() {
+                let (weights, codes) = ([weights[2 * i], weights[2 * i + 1]], [codes[2 * i], codes[2 * i + 1]]);
                 match rows {
-                    0..=2 => sums_vnni::<2>(weights[i], codes[i], steps, sums),
-                    3..=4 => sums_vnni::<4>(weights[i], codes[i], steps, sums),
-                    5..=8 => sums_vnni::<8>(weights[i], codes[i], steps, sums),
-                    _ => sums_vnni::<16>(weights[i], codes[i], steps, sums),
+                    0..=2 => sums_vnni::<2>(weights, codes, steps, sums),
+                    3..=4 => sums_vnni::<4>(weights, codes, steps, sums),
+                    5..=8 => sums_vnni::<8>(weights, codes, steps, sums),
+                    _ => {
+                        sums_vnni::<16>([weights[0]; 2], [codes[0]; 2], steps, &mut sums[..1]);
+                        sums_vnni::<16>([weights[1]; 2], [codes[1]; 2], steps, &mut sums[1..]);
+                    }
                 }
             }
         }
@@ -117,25 +121,52 @@ fn scores_vnni(keys: Steps, queries: Steps, steps: usize, scores: &mut Sums) {
     }
 }
 
+/// One or two tiles of sums, as `sums` holds.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-fn sums_vnni<const R: usize>(weights: Steps, codes: Steps, steps: usize, sums: &mut Sums) {
-    let mut acc = [_mm512_setzero_si512(); R];
+fn sums_vnni<const R: usize>(weights: [Steps; 2], codes: [Steps; 2], steps: usize, sums: &mut [Sums]) {
+    let shared = std::ptr::eq(weights[0].tiles, weights[1].tiles);
+    match (sums.len(), shared) {
+        (2, true) => sums_vnni_of::<R, 2, true>(weights, codes, steps, sums),
+        (2, false) => sums_vnni_of::<R, 2, false>(weights, codes, steps, sums),
+        _ => sums_vnni_of::<R, 1, true>(weights, codes, steps, sums),
+    }
+}
+
+/// `N` tiles of sums together, which hides the latency of a product where rows are few; tiles that share weights load
+/// them once.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+fn sums_vnni_of<const R: usize, const N: usize, const SHARED: bool>(
+    weights: [Steps; 2],
+    codes: [Steps; 2],
+    steps: usize,
+    sums: &mut [Sums],
+) {
+    let mut acc = [[_mm512_setzero_si512(); N]; R];
     for j in 0..steps {
-        let (weights, codes) = (weights.at(j), codes.at(j));
+        let weights = [weights[0].at(j), weights[1].at(j)];
+        let codes = [codes[0].at(j), codes[1].at(j)];
         for k in 0..16 {
-            // SAFETY: as in `scores_vnni`.
-            unsafe {
-                let code = _mm512_load_si512(codes.0[k].as_ptr().cast());
-                for (r, acc) in acc.iter_mut().enumerate() {
-                    let weight = weights.0[r].as_ptr().add(4 * k).cast::<i32>().read_unaligned();
-                    *acc = _mm512_dpbusd_epi32(*acc, code, _mm512_set1_epi32(weight));
+            let mut code = [_mm512_setzero_si512(); N];
+            for n in 0..N {
+                // SAFETY: a row of a tile is an aligned 64 bytes.
+                code[n] = unsafe { _mm512_load_si512(codes[n].0[k].as_ptr().cast()) };
+            }
+            for r in 0..R {
+                for n in 0..N {
+                    let weights = if SHARED { weights[0] } else { weights[n] };
+                    // SAFETY: byte `4 k` of a row of 64 begins four.
+                    let weight = unsafe { weights.0[r].as_ptr().add(4 * k).cast::<i32>().read_unaligned() };
+                    acc[r][n] = _mm512_dpbusd_epi32(acc[r][n], code[n], _mm512_set1_epi32(weight));
                 }
             }
         }
     }
-    for (row, acc) in sums.0.iter_mut().zip(acc) {
-        // SAFETY: a row is sixteen i32.
-        unsafe { _mm512_store_si512(row.as_mut_ptr().cast(), acc) }
+    for r in 0..R {
+        for (n, sums) in sums.iter_mut().enumerate().take(N) {
+            // SAFETY: a row is sixteen i32.
+            unsafe { _mm512_store_si512(sums.0[r].as_mut_ptr().cast(), acc[r][n]) }
+        }
     }
 }
 

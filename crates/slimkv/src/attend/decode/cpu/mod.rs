@@ -24,6 +24,10 @@ use crate::format::{Rows, affine};
 use crate::{DType, Result, Tensor};
 pub(crate) use split::Mask;
 
+/// Query rows of a KV head up to which plain AVX-512 is faster than the matrix unit: of a tile's sixteen rows few would count,
+/// and between them it would go to sleep.
+const FEW_ROWS: usize = 4;
+
 /// Attention of up to [`MAX_ROWS`] query rows a KV head.
 pub(crate) fn attend(
     _op: &'static str,
@@ -32,14 +36,17 @@ pub(crate) fn attend(
     options: Options,
     geometry: Geometry,
 ) -> Result<Attended> {
-    let isa = crate::cpu::isa()?;
+    let rows = geometry.group() * geometry.s_q;
+    let isa = match crate::cpu::isa()? {
+        Isa::Amx if rows <= FEW_ROWS => Isa::Avx512,
+        isa => isa,
+    };
     let exact = options.out_dtype == DType::F32;
     let plans = segments
         .iter()
         .map(|s| Ok((plan_keys(isa, &s.keys, exact)?, plan_values(isa, &s.values, exact)?)))
         .collect::<Result<Vec<_>>>()?;
     let q = Floats::of(q)?;
-    let rows = geometry.group() * geometry.s_q;
     let (splits, first) = split::all(segments, options, geometry);
     let mut partials = vec![0.0f32; splits.len() * split::partial_len(rows, geometry.head_dim)];
     // Workspaces of a thread, a pair a segment, made when first met.

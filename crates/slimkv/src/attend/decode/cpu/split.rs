@@ -166,8 +166,9 @@ impl Kernel for Softmax<'_> {
         }
         let old = state.max[r];
         state.max[r] = old.max(block_max);
-        state.keep[r] = (old - state.max[r]).exp2();
-        state.factor[r] = (block_max - state.max[r]).exp2();
+        // The larger of the two is kept as it is.
+        let other = (old.min(block_max) - state.max[r]).exp2();
+        (state.keep[r], state.factor[r]) = if old < block_max { (other, 1.0) } else { (1.0, other) };
         state.sum[r] = state.sum[r] * state.keep[r] + state.factor[r] * s.sum(sum);
     }
 }

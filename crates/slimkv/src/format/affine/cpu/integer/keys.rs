@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+use super::lanes::LaneKeys;
 use super::quantizer;
 use super::spread::{Order, Spread};
 use crate::attend::decode::cpu::{self as skeleton, Block, Keys, Queries};
@@ -23,9 +24,9 @@ const TILES: usize = skeleton::BLOCK / TOKENS;
 
 /// Key codes that share parameters among tokens.
 pub(crate) struct KeyPlan<'a> {
-    rows: Tiles<'a>,
-    spread: Spread,
-    row_bytes: usize,
+    pub(super) rows: Tiles<'a>,
+    pub(super) spread: Spread,
+    pub(super) row_bytes: usize,
 }
 
 impl<'a> KeyPlan<'a> {
@@ -44,6 +45,9 @@ impl<'a> KeyPlan<'a> {
 
 impl skeleton::KeyPlan for KeyPlan<'_> {
     fn keys<'a>(&'a self, rows: usize) -> Box<dyn Keys + 'a> {
+        if let Some(keys) = LaneKeys::new(self, rows) {
+            return Box::new(keys);
+        }
         let (quads, stride, chunks) = (rows.div_ceil(QUAD), tile_stride(self.rows.head_dim), self.spread.chunks());
         let groups = TILES.min(skeleton::BLOCK / self.rows.group + 2);
         Box::new(IntegerKeys {

@@ -9,6 +9,7 @@
 //! of 16; everything else, and f32 output, takes the tiles of f32.
 
 mod keys;
+mod lanes;
 mod spread;
 mod values;
 

@@ -202,7 +202,6 @@ impl IntegerValues<'_> {
         let rows = &all[at..at + tokens.len() * plan.row_bytes];
         let tiles = 4 * plan.spread.chunks();
         for (quad, rows) in rows.chunks(4 * plan.row_bytes).enumerate() {
-            cpu::prefetch(rows.as_ptr().wrapping_add(BLOCK * plan.row_bytes), 4 * plan.row_bytes);
             let (step, q) = (quad / 16, quad % 16);
             let k = 4 * (q % 4) + q / 4;
             if quad % 4 == 0 {
@@ -212,6 +211,7 @@ impl IntegerValues<'_> {
                 self.load_nibbles(rows, step * tiles, k);
                 continue;
             }
+            cpu::prefetch(rows.as_ptr().wrapping_add(BLOCK * plan.row_bytes), 4 * plan.row_bytes);
             for chunk in 0..plan.spread.chunks() {
                 let spreader = plan.spread.chunk(chunk);
                 let zero = _mm512_setzero_si512();
@@ -239,11 +239,18 @@ impl IntegerValues<'_> {
         // Dword `l` of lane `i` to dword `i` of lane `l`: interleaving then gives sixteen consecutive bytes a register.
         let transpose = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         let low = _mm512_set1_epi8(15);
-        for register in 0..self.plan.row_bytes / 64 {
+        let width = self.plan.row_bytes;
+        // The last token stands in for those that are missing, whose weights are zero.
+        let last = rows.len() / width - 1;
+        for register in 0..width / 64 {
             let mut t = [_mm512_setzero_si512(); 4];
-            for (t, row) in t.iter_mut().zip(rows.chunks_exact(self.plan.row_bytes)) {
-                // SAFETY: 64 bytes from `64 * register` on are inside the row.
-                let bytes = unsafe { _mm512_loadu_si512(row.as_ptr().add(64 * register).cast()) };
+            for (i, t) in t.iter_mut().enumerate() {
+                // SAFETY: 64 bytes from `64 * register` on are inside a row of the slice; a prefetch never faults.
+                let bytes = unsafe {
+                    let row = rows.as_ptr().add(i.min(last) * width + 64 * register);
+                    _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(BLOCK * width).cast());
+                    _mm512_loadu_si512(row.cast())
+                };
                 *t = _mm512_permutexvar_epi32(transpose, bytes);
             }
             let tiles = self.codes[first + 8 * register..][..8].chunks_exact_mut(2);
@@ -300,12 +307,17 @@ impl IntegerValues<'_> {
         let (to_integer, unit) = quantizer(_mm512_reduce_max_ps(peak));
         for step in 0..steps {
             let planes_of_step = &mut self.planes[group * STEPS + step].0;
-            let scale: [__m512; 4] =
-                std::array::from_fn(|i| _mm512_mul_ps(load(scale, step * STEP + 16 * i), _mm512_set1_ps(to_integer)));
+            let factor = _mm512_set1_ps(to_integer);
+            let mut scales = [factor; 4];
+            for (i, x) in scales.iter_mut().enumerate() {
+                *x = _mm512_mul_ps(load(scale, step * STEP + 16 * i), factor);
+            }
             for (r, row) in rows.clone().enumerate() {
-                let x: [__m512i; 4] = std::array::from_fn(|i| {
-                    _mm512_cvtps_epi32(_mm512_mul_ps(load(&weights.0[row], step * STEP + 16 * i), scale[i]))
-                });
+                let mut x = [_mm512_setzero_si512(); 4];
+                for (i, x) in x.iter_mut().enumerate() {
+                    let weight = load(&weights.0[row], step * STEP + 16 * i);
+                    *x = _mm512_cvtps_epi32(_mm512_mul_ps(weight, scales[i]));
+                }
                 // Bytes come in the order of the packing instructions: four tokens each of the first, second, third and
                 // fourth sixteen, and so on.
                 let (high, low) = cpu::planes([_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])]);
@@ -355,6 +367,7 @@ fn interleave(t: [__m512i; 4]) -> [__m512i; 4] {
 /// `[tokens, 4]` to `[4, tokens]`; zeros past the tokens.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn transpose_four(from: &[f16], to: &mut [[f32; BLOCK]]) {
+    assert_eq!(to.len(), 4);
     // Of two registers of eight tokens the groups `first` and `first + 1`, each with its sixteen tokens together.
     let index = |first: i16| {
         let index: [i16; 32] = std::array::from_fn(|i| (i % 16 * 4 + i / 16) as i16 + first);
@@ -370,14 +383,14 @@ fn transpose_four(from: &[f16], to: &mut [[f32; BLOCK]]) {
             unsafe { _mm512_maskz_loadu_epi16(mask, from.as_ptr().wrapping_add(4 * t).cast()) }
         };
         let (a, b) = (half(t), half(t + 8));
-        for (pair, index) in to.chunks_exact_mut(2).zip(indices) {
-            let both = _mm512_permutex2var_epi16(a, index, b);
+        for i in 0..2 {
+            let both = _mm512_permutex2var_epi16(a, indices[i], b);
             // SAFETY: `t + 16 <= BLOCK`.
             unsafe {
                 let low = _mm512_castsi512_si256(both);
-                _mm512_storeu_ps(pair[0].as_mut_ptr().add(t), _mm512_cvtph_ps(low));
+                _mm512_storeu_ps(to[2 * i].as_mut_ptr().add(t), _mm512_cvtph_ps(low));
                 let high = _mm512_extracti64x4_epi64::<1>(both);
-                _mm512_storeu_ps(pair[1].as_mut_ptr().add(t), _mm512_cvtph_ps(high));
+                _mm512_storeu_ps(to[2 * i + 1].as_mut_ptr().add(t), _mm512_cvtph_ps(high));
             }
         }
     }

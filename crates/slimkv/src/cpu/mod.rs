@@ -1,6 +1,6 @@
 //! The SIMD vocabulary: instruction sets, their choice at run time, and what an algorithm is written in.
 //!
-//! An algorithm is written once, generic over [`Simd`], as a [`Kernel`]; [`Isa::run`] compiles it once an instruction set
+//! An algorithm is written once, generic over `Simd`, as a `Kernel`; `Isa::run` compiles it once an instruction set
 //! and runs the right one. The instruction set is chosen at the entry of an operation, by [`isa`], and passed down as a
 //! value, so that one call never mixes two of them.
 

@@ -1,7 +1,7 @@
 //! The GPU vocabulary: runtimes, buffers, launches, and the device functions that all kernels share.
 //!
 //! Kernels are written once as CubeCL `#[cube]` functions and run on CUDA, Vulkan (SPIR-V) and Metal. Host code that
-//! launches them is generic over CubeCL's `Runtime`; a concrete runtime is named only in [`Client`].
+//! launches them is generic over CubeCL's `Runtime`; a concrete runtime is named only in `Client`.
 
 mod buffer;
 mod cache;

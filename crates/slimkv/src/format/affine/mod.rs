@@ -1,6 +1,6 @@
 //! Group-affine rows (the KIVI family, arXiv 2402.02750): `x = code * scale + zero`.
 //!
-//! Codes of a row lie along its channels, packed in words ([`bits`](super::bits)) or one to a byte. Keys share scale and
+//! Codes of a row lie along its channels, packed in words ([`super::bits`]) or one to a byte. Keys share scale and
 //! zero point among a *group of tokens* of one channel, values among a *group of channels* of one token:
 //!
 //! ```text

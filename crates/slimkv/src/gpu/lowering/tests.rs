@@ -85,7 +85,10 @@ fn decode_to_halves(device: &Device) {
 
 #[test]
 fn cuda_decodes_to_halves_on_tensor_cores() {
-    decode_to_halves(&Device::from_gpu(gpu::<Cuda90>()));
+    let device = Device::from_gpu(gpu::<Cuda90>());
+    decode_to_halves(&device);
+    // Launches are asynchronous: the last text may not be there yet.
+    device.synchronize().unwrap();
     let mut distinct: Vec<_> =
         texts(Cuda90::NAME).into_iter().filter(|t| t.1.contains("::mma::kernel")).map(|t| t.2.unwrap()).collect();
     distinct.sort();

@@ -43,14 +43,7 @@ impl KeyTiles for AffineTiles {
     }
 
     fn prepare<E: Float>(query: u32, #[comptime] pair: usize, #[comptime] tile: Tile) -> u32 {
-        let down = comptime!({
-            let at = |channel: u32| 1.0 / (1u32 << tile.excess(channel % (tile.per_word() / 2))) as f32;
-            (at(2 * pair as u32), at(2 * pair as u32 + 1))
-        });
-        let mut factor = Pair::<E>::empty();
-        factor[0] = E::new(comptime!(down.0));
-        factor[1] = E::new(comptime!(down.1));
-        u32::reinterpret(Pair::<E>::reinterpret(query) * factor)
+        u32::reinterpret(Pair::<E>::reinterpret(query) * powers::<E>(comptime!(2 * pair as u32), false, tile))
     }
 
     fn operands<E: Float>(
@@ -68,13 +61,14 @@ impl KeyTiles for AffineTiles {
         let pairs = comptime!((tile.head_dim / 8) as usize);
         let run_chunks = comptime!(tile.run() / 8);
         let loads = comptime!(tile.chunks() / tile.load());
-        // Row g of the even sums and row g + 8 of the odd ones count; the others pair channels that do not belong together.
-        let mut even = Array::<F2>::new(comptime!(2 * columns));
-        let mut odd = Array::<F2>::new(comptime!(2 * columns));
+        // Row g: products with the zero points; row g + 8: with the scales.
+        let mut exact = Array::<F2>::new(comptime!(2 * columns));
+        // The sum of what the codes are multiplied with.
+        let mut rounded = Array::<F2>::new(comptime!(2 * columns));
         #[unroll]
         for x in 0..comptime!(2 * columns) {
-            even[x] = F2::new(0.0f32);
-            odd[x] = F2::new(0.0f32);
+            exact[x] = F2::new(0.0f32);
+            rounded[x] = F2::new(0.0f32);
         }
         #[unroll]
         for j in 0..loads {
@@ -85,28 +79,30 @@ impl KeyTiles for AffineTiles {
                 let at = (slot + scale_place(id)) as usize;
                 let scale = kept[at];
                 let zero = kept[at + comptime!((tile.head_dim / 8) as usize)];
-                let mut left = Array::<Pair<E>>::new(4usize);
                 #[unroll]
-                for y in 0..4usize {
-                    left[y] = Pair::<E>::reinterpret(zero[y]);
-                }
-                #[unroll]
-                for x in 0..columns {
-                    let at = comptime!(x * pairs + ((j * run_chunks + u) * 4) as usize);
+                for y in 0..2usize {
+                    let mut left = Array::<Pair<E>>::new(4usize);
+                    left[0] = Pair::<E>::reinterpret(zero[y]);
+                    left[1] = Pair::<E>::reinterpret(scale[y]);
+                    left[2] = Pair::<E>::reinterpret(zero[comptime!(y + 2)]);
+                    left[3] = Pair::<E>::reinterpret(scale[comptime!(y + 2)]);
+                    let mut up = Array::<Pair<E>>::new(4usize);
                     #[unroll]
-                    for y in 0..4usize {
-                        scaled[comptime!((x * run_chunks as usize + u as usize) * 4 + y)] =
-                            times::<E>(prepared[comptime!(at + y)], scale[y]);
+                    for z in 0..4usize {
+                        let first = comptime!(((j * run_chunks + u) * 8) + 2 * (y + z / 2 * 2) as u32);
+                        up[z] = powers::<E>(first, true, tile);
                     }
-                    accumulate::<E>(&multiply, &left, queries[at], queries[comptime!(at + 2)], &mut even, x);
-                    accumulate::<E>(
-                        &multiply,
-                        &left,
-                        queries[comptime!(at + 1)],
-                        queries[comptime!(at + 3)],
-                        &mut odd,
-                        x,
-                    );
+                    #[unroll]
+                    for x in 0..columns {
+                        let at = comptime!(x * pairs + ((j * run_chunks + u) * 4) as usize + y);
+                        let to = comptime!((x * run_chunks as usize + u as usize) * 4 + y);
+                        let low = times::<E>(prepared[at], scale[y]);
+                        let high = times::<E>(prepared[comptime!(at + 2)], scale[comptime!(y + 2)]);
+                        scaled[to] = low;
+                        scaled[comptime!(to + 2)] = high;
+                        accumulate::<E>(&multiply, &left, queries[at], queries[comptime!(at + 2)], &mut exact, x);
+                        accumulate::<E>(&multiply, &up, low, high, &mut rounded, x);
+                    }
                 }
             }
             #[unroll]
@@ -124,15 +120,33 @@ impl KeyTiles for AffineTiles {
                 }
             }
         }
+        // Rounding moved every score of the tile by about as much as it moves the product with the mean code, which is
+        // known: without this the error of a log-sum-exp would be that of one score.
+        let mean = comptime!(((1u32 << tile.bits) - 1) as f32 / 2.0);
         #[unroll]
         for x in 0..columns {
-            constant[x] = even[comptime!(2 * x)] + odd[comptime!(2 * x + 1)];
+            let moved = exact[comptime!(2 * x + 1)] - rounded[comptime!(2 * x)];
+            constant[x] = exact[comptime!(2 * x)] + moved * F2::new(f32::new(mean));
         }
     }
 
     fn register(word: u32, #[comptime] i: u32, #[comptime] tile: Tile) -> u32 {
         codes(word, i, comptime!(tile.bits))
     }
+}
+
+/// The powers of two by which the codes of a channel and the next are too large, or the inverses of these.
+#[cube]
+fn powers<E: Float>(#[comptime] channel: u32, #[comptime] up: bool, #[comptime] tile: Tile) -> Pair<E> {
+    let of = comptime!({
+        let at = |channel: u32| (1u32 << tile.excess(channel % (tile.per_word() / 2))) as f32;
+        let of = (at(channel), at(channel + 1));
+        if up { of } else { (1.0 / of.0, 1.0 / of.1) }
+    });
+    let mut pair = Pair::<E>::empty();
+    pair[0] = E::new(comptime!(of.0));
+    pair[1] = E::new(comptime!(of.1));
+    pair
 }
 
 /// Adds a product to the sums number `x`.

@@ -4,12 +4,11 @@ use std::ops::Range;
 
 use cubecl::prelude::*;
 
-use super::{Cut, Lanes, Mma, Parts, Queries, TILE, table};
+use super::{Cut, Cuts, Lanes, Mma, Parts, Queries, TILE};
 use crate::DType;
 use crate::attend::prefill::gpu::Tiles;
 use crate::attend::{Geometry, Options, Segment, Span};
 use crate::format::gpu::with_format;
-use crate::gpu::small;
 
 /// Cubes that one long sequence is cut into: enough to occupy a large GPU.
 const CUBES: usize = 1024;
@@ -86,15 +85,15 @@ impl Kernel {
         geometry: Geometry,
     ) {
         let (keys, values) = (segment.keys.gpu_side(), segment.values.gpu_side());
-        let cuts = small(client, &table(cuts));
+        let cuts = Cuts::arg(client, cuts, &queries.handle);
         match self {
             Kernel::Lanes(lanes, _) => with_format!(&segment.keys, K => with_format!(&segment.values, V => {
-                lanes.launch::<K, V, R>(client, queries, &keys, &values, &cuts, slots, parts, options, geometry)
+                lanes.launch::<K, V, R>(client, queries, &keys, &values, cuts, slots, parts, options, geometry)
             })),
             Kernel::Tiles(tiles, _) => with_format!(&segment.keys, K => with_format!(&segment.values, V => {
-                tiles.launch::<K, V, R>(client, queries, &keys, &values, &cuts, slots, parts, options, geometry)
+                tiles.launch::<K, V, R>(client, queries, &keys, &values, cuts, slots, parts, options, geometry)
             })),
-            Kernel::Mma(mma, _) => mma.launch(client, queries, segment, &keys, &values, &cuts, slots, parts, options),
+            Kernel::Mma(mma, _) => mma.launch(client, queries, segment, &keys, &values, cuts, slots, parts, options),
         }
     }
 }

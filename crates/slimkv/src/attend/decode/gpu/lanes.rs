@@ -7,10 +7,9 @@
 use std::ops::Range;
 
 use cubecl::prelude::*;
-use cubecl::server::Handle;
 
 use super::super::MAX_ROWS;
-use super::{Cut, Parts, Queries};
+use super::{Cuts, CutsLaunch, Parts, Queries};
 use crate::DType;
 use crate::attend::{Geometry, Options};
 use crate::format::gpu::{BLOCK, Layout, ReadRows, Side, float_at, place};
@@ -77,7 +76,7 @@ impl Lanes {
         queries: &Queries,
         keys: &Side,
         values: &Side,
-        cuts: &Handle,
+        cuts: CutsLaunch<R>,
         slots: Range<usize>,
         parts: &Parts,
         options: Options,
@@ -111,7 +110,7 @@ impl Lanes {
                 word_array(&values.codes, values.code_words),
                 word_array(&values.params[0], values.param_words),
                 word_array(&values.params[1], values.param_words),
-                word_array(cuts, g.batch * Cut::WORDS),
+                cuts,
                 word_array(&parts.out, total_rows * parts.slots * g.head_dim),
                 word_array(&parts.ml, total_rows * parts.slots * 2),
                 cubes as u32,
@@ -146,7 +145,7 @@ fn lanes<K: ReadRows, V: ReadRows, KC: Size, KP: Size, VC: Size, VP: Size>(
     v_codes: &Array<Vector<u32, VC>>,
     v_first: &Array<Vector<u32, VP>>,
     v_second: &Array<Vector<u32, VP>>,
-    cuts: &Array<u32>,
+    cuts: &Cuts,
     part_o: &mut Array<f32>,
     part_ml: &mut Array<f32>,
     cubes: u32,
@@ -183,10 +182,7 @@ fn lanes<K: ReadRows, V: ReadRows, KC: Size, KP: Size, VC: Size, VP: Size>(
     let sequence = matrix / kv_heads;
     let first_row = row_block * comptime!(shape.rows);
     let all_rows = group * s_q;
-    let low = cuts[(sequence * 4u32) as usize];
-    let high = cuts[(sequence * 4u32 + 1u32) as usize];
-    let chunk = cuts[(sequence * 4u32 + 2u32) as usize];
-    let q_offset = i32::cast_from(cuts[(sequence * 4u32 + 3u32) as usize]);
+    let (low, high, chunk, q_offset) = cuts.of(sequence);
 
     // Rows of a KV head are ordered by query, then by head, so that the rows of a cube see nearly the same tokens.
     let mut unseen_from = Array::<i32>::new(rows);

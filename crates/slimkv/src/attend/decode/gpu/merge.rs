@@ -49,7 +49,11 @@ pub(crate) fn merge<R: Runtime>(
     let width = head_dim.min(256) as u32;
     let lanes = if skeleton == Skeleton::Decode { (512 / width).clamp(1, 8) } else { 1 };
     let shape = Shape { head_dim: head_dim as u32, lanes, width, dtype };
-    let ends: Vec<u32> = ends.iter().map(|&end| end as u32).collect();
+    // One segment ends with the slots and the first of two is a scalar: nothing to upload.
+    let table = match ends.len() {
+        0..=2 => parts.ml.clone(),
+        _ => small(client, &ends.iter().map(|&end| end as u32).collect::<Vec<_>>()),
+    };
     let launch = match dtype.size() {
         2 => merge_slots::launch_unchecked::<u16, R>,
         _ => merge_slots::launch_unchecked::<u32, R>,
@@ -62,12 +66,13 @@ pub(crate) fn merge<R: Runtime>(
             CubeDim::new_1d(shape.units()),
             word_array(&parts.out, rows * parts.slots * head_dim),
             word_array(&parts.ml, rows * parts.slots * 2),
-            word_array(&small(client, &ends), ends.len()),
+            word_array(&table, ends.len()),
             word_array(out, all_rows * head_dim),
             word_array(lse, all_rows),
             rows as u32,
             parts.slots as u32,
             ends.len() as u32,
+            ends.first().map_or(0, |&end| end as u32),
             geometry.s_q as u32,
             queries.first as u32,
             queries.of as u32,
@@ -88,6 +93,7 @@ fn merge_slots<O: Numeric>(
     rows: u32,
     slots: u32,
     segments: u32,
+    first_end: u32,
     s_q: u32,
     q_first: u32,
     q_of: u32,
@@ -126,7 +132,13 @@ fn merge_slots<O: Numeric>(
         if lane < lanes && channel < head_dim {
             let mut start = 0u32;
             for g in 0..segments {
-                let end = ends[g as usize];
+                let mut end = slots;
+                if g + 1u32 < segments {
+                    end = first_end;
+                    if segments > 2u32 {
+                        end = ends[g as usize];
+                    }
+                }
                 for s in range_stepped(start + lane, end, lanes) {
                     let at = first + s;
                     let l = part_ml[(at * 2u32 + 1u32) as usize];

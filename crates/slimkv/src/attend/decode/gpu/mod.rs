@@ -20,6 +20,7 @@ mod lanes;
 mod merge;
 mod mma;
 
+use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use kernel::Kernel;
@@ -31,7 +32,7 @@ use mma::Mma;
 use crate::attend::{Attended, Geometry, Options, Segment, Span};
 use crate::format::gpu::bound;
 use crate::format::write_gpu::check_extent;
-use crate::gpu::{Gpu, with_client};
+use crate::gpu::{Gpu, small, with_client, word_array};
 use crate::{DType, Result, Tensor};
 
 /// The tokens of one sequence in one segment, cut up: what the kernels read of a [`Span`].
@@ -48,9 +49,6 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
-    /// Words that a kernel reads for one sequence.
-    pub(crate) const WORDS: usize = 4;
-
     /// The cut of a span for `count` queries from `first` on. Splits start at multiples of `chunk`, so that where a pass
     /// over the queries begins moves no cut.
     fn new(span: Span, first: usize, count: usize, options: Options, chunk: usize) -> Self {
@@ -72,14 +70,54 @@ impl Cut {
         (self.high - self.low).div_ceil(self.chunk) as usize
     }
 
-    fn words(self) -> [u32; Cut::WORDS] {
+    fn words(self) -> [u32; 4] {
         [self.low, self.high, self.chunk, self.q_offset as u32]
     }
 }
 
-/// The cuts of a whole batch as the table that kernels read.
-pub(crate) fn table(cuts: &[Cut]) -> Vec<u32> {
-    cuts.iter().flat_map(|cut| cut.words()).collect()
+/// The cuts of a whole batch, as kernels read them: one for all sequences where they are the same, which costs no upload.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Cuts {
+    /// u32 `[batch, 4]`, read where `chunk` is 0.
+    table: Array<u32>,
+    low: u32,
+    high: u32,
+    chunk: u32,
+    q_offset: i32,
+}
+
+#[cube]
+impl Cuts {
+    /// The first token that a sequence sees, one past the last, the tokens of a split, and the row where query 0 stands.
+    pub(crate) fn of(&self, sequence: u32) -> (u32, u32, u32, i32) {
+        let mut low = self.low;
+        let mut high = self.high;
+        let mut chunk = self.chunk;
+        let mut q_offset = self.q_offset;
+        if chunk == 0u32 {
+            let at = (sequence * 4u32) as usize;
+            low = self.table[at];
+            high = self.table[at + 1];
+            chunk = self.table[at + 2];
+            q_offset = i32::cast_from(self.table[at + 3]);
+        }
+        (low, high, chunk, q_offset)
+    }
+}
+
+impl Cuts {
+    /// The argument of a launch. `any` is a buffer that the kernel reads anyway; it stands for the table where there is none.
+    pub(crate) fn arg<R: Runtime>(client: &ComputeClient<R>, cuts: &[Cut], any: &Handle) -> CutsLaunch<R> {
+        match cuts {
+            [first, rest @ ..] if rest.iter().all(|cut| cut == first) => {
+                CutsLaunch::new(word_array(any, 1), first.low, first.high, first.chunk, first.q_offset)
+            }
+            _ => {
+                let table: Vec<u32> = cuts.iter().flat_map(|cut| cut.words()).collect();
+                CutsLaunch::new(word_array(&small(client, &table), table.len()), 0, 0, 0, 0)
+            }
+        }
+    }
 }
 
 /// Where partial results go.
@@ -91,6 +129,23 @@ pub(crate) struct Parts {
     pub ml: Handle,
     /// Slots of a row.
     pub slots: usize,
+}
+
+impl Parts {
+    /// Two arrays in one allocation, the second where any device lets a binding start.
+    fn offset(results: usize, head_dim: usize) -> usize {
+        (results * head_dim * 4).max(1).next_multiple_of(256)
+    }
+
+    fn bytes(results: usize, head_dim: usize) -> usize {
+        Parts::offset(results, head_dim) + results.max(1) * 8
+    }
+
+    fn new(memory: &Handle, results: usize, head_dim: usize, slots: usize) -> Self {
+        let offset = Parts::offset(results, head_dim) as u64;
+        let out = memory.clone().offset_end(memory.size_in_used() - offset);
+        Parts { out, ml: memory.clone().offset_start(offset), slots }
+    }
 }
 
 /// A query tensor, bound.
@@ -172,9 +227,8 @@ pub(crate) fn attend_with(
             .collect();
         let slots = ends.last().copied().unwrap_or(0);
         let rows = batch * q_heads * count;
-        let part_o = gpu.empty(op, rows * slots * head_dim * 4)?;
-        let part_ml = gpu.empty(op, rows * slots * 8)?;
-        let parts = Parts { out: part_o.handle().clone(), ml: part_ml.handle().clone(), slots };
+        let memory = gpu.empty(op, Parts::bytes(rows * slots, head_dim))?;
+        let parts = Parts::new(memory.handle(), rows * slots, head_dim, slots);
         let queries = Queries { handle: handle.clone(), words, dtype: q.dtype(), first, of: s_q };
         let part = Geometry { s_q: count, ..geometry };
         with_client!(gpu, client => {

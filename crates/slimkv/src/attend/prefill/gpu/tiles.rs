@@ -8,10 +8,9 @@
 use std::ops::Range;
 
 use cubecl::prelude::*;
-use cubecl::server::Handle;
 
 use crate::DType;
-use crate::attend::decode::gpu::{Cut, Parts, Queries};
+use crate::attend::decode::gpu::{Cuts, CutsLaunch, Parts, Queries};
 use crate::attend::{Geometry, Options};
 use crate::format::gpu::{BLOCK, Layout, ReadRows, Side, float_at, place};
 use crate::gpu::float::LOWEST;
@@ -106,7 +105,7 @@ impl Tiles {
         queries: &Queries,
         keys: &Side,
         values: &Side,
-        cuts: &Handle,
+        cuts: CutsLaunch<R>,
         slots: Range<usize>,
         parts: &Parts,
         options: Options,
@@ -132,7 +131,7 @@ impl Tiles {
                 word_array(&values.codes, values.code_words),
                 word_array(&values.params[0], values.param_words),
                 word_array(&values.params[1], values.param_words),
-                word_array(cuts, g.batch * Cut::WORDS),
+                cuts,
                 word_array(&parts.out, total_rows * parts.slots * g.head_dim),
                 word_array(&parts.ml, total_rows * parts.slots * 2),
                 cubes as u32,
@@ -204,7 +203,7 @@ fn tiles<K: ReadRows, V: ReadRows, KC: Size, KP: Size, VC: Size, VP: Size>(
     v_codes: &Array<Vector<u32, VC>>,
     v_first: &Array<Vector<u32, VP>>,
     v_second: &Array<Vector<u32, VP>>,
-    cuts: &Array<u32>,
+    cuts: &Cuts,
     part_o: &mut Array<f32>,
     part_ml: &mut Array<f32>,
     cubes: u32,
@@ -246,10 +245,7 @@ fn tiles<K: ReadRows, V: ReadRows, KC: Size, KP: Size, VC: Size, VP: Size>(
     let sequence = matrix / kv_heads;
     let first_row = row_block * all_rows;
     let total = group * s_q;
-    let low = cuts[(sequence * 4u32) as usize];
-    let high = cuts[(sequence * 4u32 + 1u32) as usize];
-    let chunk = cuts[(sequence * 4u32 + 2u32) as usize];
-    let q_offset = i32::cast_from(cuts[(sequence * 4u32 + 3u32) as usize]);
+    let (low, high, chunk, q_offset) = cuts.of(sequence);
 
     // Rows are ordered by query: the first sees the earliest token of the block, the last the latest.
     let last_row = min(first_row + all_rows, total) - 1u32;

@@ -3,6 +3,7 @@
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
+use super::super::Cuts;
 use super::finish::finish;
 use super::products::{first_row, score_tile, value_tile};
 use super::ring::{arrive, fetch, wait};
@@ -59,7 +60,7 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     v_rows: &Array<Quad>,
     v_first: &Array<Vector<u32, P>>,
     v_second: &Array<Vector<u32, P>>,
-    cuts: &Array<u32>,
+    cuts: &Cuts,
     part_o: &mut Array<f32>,
     part_ml: &mut Array<f32>,
     rows: u32,
@@ -103,11 +104,7 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     }
 
     // ---- this cube's tiles
-    let cut = CUBE_POS_Z * 4u32;
-    let low = cuts[cut as usize];
-    let high = cuts[(cut + 1u32) as usize];
-    let chunk = cuts[(cut + 2u32) as usize];
-    let q_offset = i32::cast_from(cuts[(cut + 3u32) as usize]);
+    let (low, high, chunk, q_offset) = cuts.of(CUBE_POS_Z);
     let begin = min(low + CUBE_POS_X * chunk, high);
     let end = min(begin + chunk, high);
     let rounds = (end - begin + comptime!(warps * tokens - 1)) / comptime!(warps * tokens);

@@ -23,10 +23,9 @@ use std::ops::Range;
 
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
-use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::{Cut, Parts, Queries};
+use super::{CutsLaunch, Parts, Queries};
 use crate::DType;
 use crate::attend::decode::MAX_ROWS;
 use crate::attend::{Geometry, Options, Segment};
@@ -117,7 +116,7 @@ impl Mma {
         segment: &Segment,
         keys: &Side,
         values: &Side,
-        cuts: &Handle,
+        cuts: CutsLaunch<R>,
         slots: Range<usize>,
         parts: &Parts,
         options: Options,
@@ -134,7 +133,7 @@ impl Mma {
         queries: &Queries,
         keys: &Side,
         values: &Side,
-        cuts: &Handle,
+        cuts: CutsLaunch<R>,
         slots: Range<usize>,
         parts: &Parts,
         options: Options,
@@ -156,7 +155,7 @@ impl Mma {
                 word_array(&values.codes, values.code_words),
                 word_array(&values.params[0], values.param_words),
                 word_array(&values.params[1], values.param_words),
-                word_array(cuts, g.batch * Cut::WORDS),
+                cuts,
                 word_array(&parts.out, all_rows * parts.slots * g.head_dim),
                 word_array(&parts.ml, all_rows * parts.slots * 2),
                 (g.group() * g.s_q) as u32,

@@ -1,6 +1,7 @@
 //! Group-affine rows in kernels.
 
 mod convert;
+mod one_pass;
 mod quantize;
 
 use cubecl::prelude::*;

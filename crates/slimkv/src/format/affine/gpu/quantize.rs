@@ -1,11 +1,12 @@
 //! Quantising in kernels, bit for bit as [`oracle`](super::super::oracle) does it.
 //!
-//! A unit owns the codes of one word for a whole group of tokens, or one group of channels of one row: it reads its
+//! Where groups divide evenly, [`one_pass`](super::one_pass) does it. These kernels do it for any shape: a unit owns the codes of one word for a whole group of tokens, or one group of channels of one row: it reads its
 //! elements once for the extremes and once, from the cache, for the codes.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::one_pass::{Blocks, one_pass_channels, one_pass_tokens};
 use crate::format::affine::Axis;
 use crate::format::bits::codes_per_word;
 use crate::format::gpu::{BLOCK, Side, bound, float_at, float_block};
@@ -58,25 +59,25 @@ pub(crate) struct Quantize {
 
 /// What the kernel must know when it is compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Shape {
+pub(super) struct Shape {
     /// Elements of a row.
-    head_dim: u32,
+    pub head_dim: u32,
     /// Codes that are written together: a word of them, or one byte.
-    per_word: u32,
+    pub per_word: u32,
     /// Bits between two codes of a word.
-    bits: u32,
+    pub bits: u32,
     /// Words (or bytes) of a row.
-    words: u32,
+    pub words: u32,
     /// Elements that share parameters.
-    group: u32,
+    pub group: u32,
     /// Whether tokens share them.
-    by_token: bool,
+    pub by_token: bool,
     /// Channels of a unit where channels share parameters: a group, or the row where words straddle groups.
     span: u32,
     /// How elements are stored.
-    source: DType,
+    pub source: DType,
     /// How parameters are stored.
-    params: DType,
+    pub params: DType,
 }
 
 impl Quantize {
@@ -103,6 +104,39 @@ impl Quantize {
         };
         let (rows, columns) =
             if by_token { (work.rows.div_ceil(self.group), words) } else { (work.rows, head_dim.div_ceil(span)) };
+        let width = from.layout.widths.0;
+        if let Some(blocks) = Blocks::new(&shape).filter(|_| !bytes && width > 1) {
+            let matrices = work.batch * work.heads;
+            let launch = match (to.dtype.size(), by_token) {
+                (2, true) => one_pass_tokens::launch_unchecked::<u16, R> as OnePass<R>,
+                (_, true) => one_pass_tokens::launch_unchecked::<u32, R> as OnePass<R>,
+                (2, false) => one_pass_channels::launch_unchecked::<u16, R> as OnePass<R>,
+                (_, false) => one_pass_channels::launch_unchecked::<u32, R> as OnePass<R>,
+            };
+            // SAFETY: `Rows::write` checked that the rows lie within both buffers.
+            return unsafe {
+                launch(
+                    client,
+                    grid(blocks.cubes(&shape, matrices, rows)),
+                    CubeDim::new_1d(blocks.units),
+                    width,
+                    word_array(&from.codes, from.code_words),
+                    word_array(&to.codes, to.code_bytes / 4),
+                    word_array(&to.params[0], to.param_len),
+                    word_array(&to.params[1], to.param_len),
+                    word_array(&work.copies, work.batch * 3),
+                    matrices as u32,
+                    rows as u32,
+                    work.heads as u32,
+                    from.capacity,
+                    to.capacity as u32,
+                    self.levels as f32,
+                    self.eps,
+                    shape,
+                    blocks,
+                )
+            };
+        }
         let units = work.batch * work.heads * rows * columns;
         let blocks = |n: usize| n.is_multiple_of(BLOCK);
         let vectors = blocks(head_dim) && blocks(per_word) && (by_token || blocks(self.group) || span == self.group);
@@ -142,7 +176,29 @@ impl Quantize {
     }
 }
 
-/// The launcher of both kernels.
+/// The launcher of the kernels that read once.
+type OnePass<R> = unsafe fn(
+    &ComputeClient<R>,
+    CubeCount,
+    CubeDim,
+    usize,
+    ArrayArg<R>,
+    ArrayArg<R>,
+    ArrayArg<R>,
+    ArrayArg<R>,
+    ArrayArg<R>,
+    u32,
+    u32,
+    u32,
+    u32,
+    u32,
+    f32,
+    f32,
+    Shape,
+    Blocks,
+);
+
+/// The launcher of the kernels that read twice.
 type Launch<R> = unsafe fn(
     &ComputeClient<R>,
     CubeCount,
@@ -165,13 +221,13 @@ type Launch<R> = unsafe fn(
 
 /// The parameters of a group from the extremes of its finite elements; `high < low` where there is none.
 #[cube]
-fn scale_of(low: f32, high: f32, levels: f32, eps: f32, #[comptime] dtype: DType) -> f32 {
+pub(super) fn scale_of(low: f32, high: f32, levels: f32, eps: f32, #[comptime] dtype: DType) -> f32 {
     let scale = select(high < low, 0.0f32, max((high - low) / levels, eps));
     as_stored(scale, dtype)
 }
 
 #[cube]
-fn zero_of(low: f32, high: f32, #[comptime] dtype: DType) -> f32 {
+pub(super) fn zero_of(low: f32, high: f32, #[comptime] dtype: DType) -> f32 {
     as_stored(select(high < low, 0.0f32, low), dtype)
 }
 
@@ -187,7 +243,7 @@ fn as_stored(x: f32, #[comptime] dtype: DType) -> f32 {
 
 /// The code of an element. The quotient is clamped before it is rounded, which changes no code.
 #[cube]
-fn code_of(x: f32, scale: f32, zero: f32, levels: f32) -> u32 {
+pub(super) fn code_of(x: f32, scale: f32, zero: f32, levels: f32) -> u32 {
     let steps = (x - zero) / scale;
     let clamped = min(max(steps, 0.0f32), levels);
     let none = scale == 0.0f32 || is_nan(x) || is_nan(steps);

@@ -104,6 +104,46 @@ impl Simd for Avx2 {
         unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(n, _mm256_set1_epi32(127)))) }
     }
     #[inline(always)]
+    fn splat_i(self, x: i32) -> __m256i {
+        unsafe { _mm256_set1_epi32(x) }
+    }
+    #[inline(always)]
+    unsafe fn load_i(self, p: *const i32) -> __m256i {
+        unsafe { _mm256_loadu_si256(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_i(self, p: *mut i32, x: __m256i) {
+        unsafe { _mm256_storeu_si256(p.cast(), x) }
+    }
+    #[inline(always)]
+    fn and(self, a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_and_si256(a, b) }
+    }
+    #[inline(always)]
+    fn shift_right(self, x: __m256i, by: u32) -> __m256i {
+        unsafe { _mm256_srlv_epi32(x, _mm256_set1_epi32(by as i32)) }
+    }
+    #[inline(always)]
+    fn permute(self, x: __m256i, index: __m256i) -> __m256i {
+        unsafe { _mm256_permutevar8x32_epi32(x, index) }
+    }
+    #[inline(always)]
+    fn permute_f(self, x: __m256, index: __m256i) -> __m256 {
+        unsafe { _mm256_permutevar8x32_ps(x, index) }
+    }
+    #[inline(always)]
+    fn low_halves(self, a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_blend_epi16::<0xAA>(a, _mm256_slli_epi32::<16>(b)) }
+    }
+    #[inline(always)]
+    fn high_halves(self, a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_blend_epi16::<0xAA>(_mm256_srli_epi32::<16>(a), b) }
+    }
+    #[inline(always)]
+    fn dot_halves(self, acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)) }
+    }
+    #[inline(always)]
     unsafe fn load_u8(self, p: *const u8) -> __m256i {
         unsafe { _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())) }
     }

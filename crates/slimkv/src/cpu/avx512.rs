@@ -116,6 +116,46 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
+    fn splat_i(self, x: i32) -> __m512i {
+        unsafe { _mm512_set1_epi32(x) }
+    }
+    #[inline(always)]
+    unsafe fn load_i(self, p: *const i32) -> __m512i {
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_i(self, p: *mut i32, x: __m512i) {
+        unsafe { _mm512_storeu_si512(p.cast(), x) }
+    }
+    #[inline(always)]
+    fn and(self, a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_and_si512(a, b) }
+    }
+    #[inline(always)]
+    fn shift_right(self, x: __m512i, by: u32) -> __m512i {
+        unsafe { _mm512_srlv_epi32(x, _mm512_set1_epi32(by as i32)) }
+    }
+    #[inline(always)]
+    fn permute(self, x: __m512i, index: __m512i) -> __m512i {
+        unsafe { _mm512_permutexvar_epi32(index, x) }
+    }
+    #[inline(always)]
+    fn permute_f(self, x: __m512, index: __m512i) -> __m512 {
+        unsafe { _mm512_permutexvar_ps(index, x) }
+    }
+    #[inline(always)]
+    fn low_halves(self, a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_mask_blend_epi16(0xAAAA_AAAA, a, _mm512_slli_epi32::<16>(b)) }
+    }
+    #[inline(always)]
+    fn high_halves(self, a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_mask_blend_epi16(0xAAAA_AAAA, _mm512_srli_epi32::<16>(a), b) }
+    }
+    #[inline(always)]
+    fn dot_halves(self, acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_dpwssd_epi32(acc, a, b) }
+    }
+    #[inline(always)]
     unsafe fn load_u8(self, p: *const u8) -> __m512i {
         unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())) }
     }

@@ -104,6 +104,54 @@ impl Simd for Neon {
         unsafe { vreinterpretq_f32_s32(vshlq_n_s32::<23>(vaddq_s32(n, vdupq_n_s32(127)))) }
     }
     #[inline(always)]
+    fn splat_i(self, x: i32) -> int32x4_t {
+        unsafe { vdupq_n_s32(x) }
+    }
+    #[inline(always)]
+    unsafe fn load_i(self, p: *const i32) -> int32x4_t {
+        unsafe { vld1q_s32(p) }
+    }
+    #[inline(always)]
+    unsafe fn store_i(self, p: *mut i32, x: int32x4_t) {
+        unsafe { vst1q_s32(p, x) }
+    }
+    #[inline(always)]
+    fn and(self, a: int32x4_t, b: int32x4_t) -> int32x4_t {
+        unsafe { vandq_s32(a, b) }
+    }
+    #[inline(always)]
+    fn shift_right(self, x: int32x4_t, by: u32) -> int32x4_t {
+        unsafe { vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(x), vdupq_n_s32(-(by as i32)))) }
+    }
+    #[inline(always)]
+    fn permute(self, x: int32x4_t, index: int32x4_t) -> int32x4_t {
+        unsafe {
+            // The bytes of element `i` are 4 i to 4 i + 3.
+            let bytes = vmlaq_s32(vdupq_n_s32(0x0302_0100), index, vdupq_n_s32(0x0404_0404));
+            vreinterpretq_s32_s8(vqtbl1q_s8(vreinterpretq_s8_s32(x), vreinterpretq_u8_s32(bytes)))
+        }
+    }
+    #[inline(always)]
+    fn permute_f(self, x: float32x4_t, index: int32x4_t) -> float32x4_t {
+        unsafe { vreinterpretq_f32_s32(self.permute(vreinterpretq_s32_f32(x), index)) }
+    }
+    #[inline(always)]
+    fn low_halves(self, a: int32x4_t, b: int32x4_t) -> int32x4_t {
+        unsafe { vsliq_n_s32::<16>(a, b) }
+    }
+    #[inline(always)]
+    fn high_halves(self, a: int32x4_t, b: int32x4_t) -> int32x4_t {
+        unsafe { vsriq_n_s32::<16>(b, a) }
+    }
+    #[inline(always)]
+    fn dot_halves(self, acc: int32x4_t, a: int32x4_t, b: int32x4_t) -> int32x4_t {
+        unsafe {
+            let (a, b) = (vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b));
+            let low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
+            vaddq_s32(acc, vpaddq_s32(low, vmull_high_s16(a, b)))
+        }
+    }
+    #[inline(always)]
     unsafe fn load_u8(self, p: *const u8) -> int32x4_t {
         unsafe {
             let bytes = vreinterpret_u8_u32(vdup_n_u32(p.cast::<u32>().read_unaligned()));

@@ -110,6 +110,49 @@ impl Simd for Scalar {
         n.map(|n| f32::from_bits(((n + 127) as u32) << 23))
     }
     #[inline(always)]
+    fn splat_i(self, x: i32) -> [i32; N] {
+        [x; N]
+    }
+    #[inline(always)]
+    unsafe fn load_i(self, p: *const i32) -> [i32; N] {
+        // SAFETY: see the module.
+        unsafe { p.cast::<[i32; N]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store_i(self, p: *mut i32, x: [i32; N]) {
+        // SAFETY: see the module.
+        unsafe { p.cast::<[i32; N]>().write_unaligned(x) }
+    }
+    #[inline(always)]
+    fn and(self, a: [i32; N], b: [i32; N]) -> [i32; N] {
+        zip(a, b, |a, b| a & b)
+    }
+    #[inline(always)]
+    fn shift_right(self, x: [i32; N], by: u32) -> [i32; N] {
+        x.map(|x| (x as u32 >> by) as i32)
+    }
+    #[inline(always)]
+    fn permute(self, x: [i32; N], index: [i32; N]) -> [i32; N] {
+        index.map(|i| x[i as usize])
+    }
+    #[inline(always)]
+    fn permute_f(self, x: [f32; N], index: [i32; N]) -> [f32; N] {
+        index.map(|i| x[i as usize])
+    }
+    #[inline(always)]
+    fn low_halves(self, a: [i32; N], b: [i32; N]) -> [i32; N] {
+        zip(a, b, |a, b| a & 0xFFFF | b << 16)
+    }
+    #[inline(always)]
+    fn high_halves(self, a: [i32; N], b: [i32; N]) -> [i32; N] {
+        zip(a, b, |a, b| (a as u32 >> 16) as i32 | b & !0xFFFF)
+    }
+    #[inline(always)]
+    fn dot_halves(self, acc: [i32; N], a: [i32; N], b: [i32; N]) -> [i32; N] {
+        let product = |a: i32, b: i32| i32::from(a as i16) * i32::from(b as i16) + (a >> 16) * (b >> 16);
+        zip(acc, zip(a, b, product), |acc, x| acc + x)
+    }
+    #[inline(always)]
     unsafe fn load_u8(self, p: *const u8) -> [i32; N] {
         // SAFETY: see the module.
         unsafe { p.cast::<[u8; N]>().read_unaligned() }.map(i32::from)

@@ -61,6 +61,22 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn exp2_nonpositive(self, x: Self::F) -> Self::F {
         super::math::exp2_by_parts(self, x)
     }
+    fn splat_i(self, x: i32) -> Self::I;
+    unsafe fn load_i(self, p: *const i32) -> Self::I;
+    unsafe fn store_i(self, p: *mut i32, x: Self::I);
+    fn and(self, a: Self::I, b: Self::I) -> Self::I;
+    /// Shifts zeros in from above, by less than 32.
+    fn shift_right(self, x: Self::I, by: u32) -> Self::I;
+    /// `x[index[i]]`, with every index below `LANES`.
+    fn permute(self, x: Self::I, index: Self::I) -> Self::I;
+    /// The same for floats.
+    fn permute_f(self, x: Self::F, index: Self::I) -> Self::F;
+    /// In each element the low 16 bits of `a`, then those of `b`.
+    fn low_halves(self, a: Self::I, b: Self::I) -> Self::I;
+    /// In each element the high 16 bits of `a`, then those of `b`.
+    fn high_halves(self, a: Self::I, b: Self::I) -> Self::I;
+    /// `acc` plus the products of the low and of the high 16 bits, both signed.
+    fn dot_halves(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
     unsafe fn load_u8(self, p: *const u8) -> Self::I;
     /// Stores the low byte of each element.
     unsafe fn store_u8(self, p: *mut u8, x: Self::I);

@@ -10,9 +10,10 @@ use crate::format::decode_cpu::tile_stride;
 /// Tokens that are scored together. Blocks start at multiples of it.
 pub(crate) const BLOCK: usize = 128;
 
-/// A number for each query row and token of a block: scores, or weights.
+/// A number for each query row and token of a block: scores, or weights. There is a row more than any call has, so that a
+/// register may be loaded from any token on.
 #[repr(align(64))]
-pub(crate) struct Block(pub [[f32; BLOCK]; MAX_ROWS]);
+pub(crate) struct Block(pub [[f32; BLOCK]; MAX_ROWS + 1]);
 
 /// The query rows of one KV head, times the scale of scores and `log2(e)`, in f32.
 pub(crate) struct Queries {

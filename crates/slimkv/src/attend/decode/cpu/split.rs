@@ -85,7 +85,7 @@ pub(super) fn walk(
     values: &mut dyn Values,
     partial: &mut [f32],
 ) {
-    let mut block = Block([[0.0; BLOCK]; MAX_ROWS]);
+    let mut block = Block([[0.0; BLOCK]; MAX_ROWS + 1]);
     let mut state = State::default();
     let visible: [Range<usize>; MAX_ROWS] = std::array::from_fn(|r| if r < rows { mask.visible(r) } else { 0..0 });
     for start in tokens.clone().step_by(BLOCK) {

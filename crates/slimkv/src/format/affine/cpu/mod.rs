@@ -2,6 +2,7 @@
 
 mod decode;
 pub(crate) mod encode;
+mod halves;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod integer;
 
@@ -35,20 +36,22 @@ fn with_last_axes(shape: &[usize], last: [usize; 2]) -> Vec<usize> {
 
 /// The way of these keys that is faster than decoding them to f32, if there is one.
 pub(crate) fn key_plan<'a>(isa: Isa, rows: &'a Affine) -> Result<Option<Box<dyn KeyPlan + 'a>>> {
+    let rows = Tiles::of(rows)?;
     #[cfg(target_arch = "x86_64")]
-    let plan = integer::KeyPlan::new(isa, Tiles::of(rows)?).map(|plan| Box::new(plan) as Box<dyn KeyPlan>);
-    #[cfg(not(target_arch = "x86_64"))]
-    let (plan, _) = (None, (isa, rows));
-    Ok(plan)
+    if let Some(plan) = integer::KeyPlan::new(isa, rows) {
+        return Ok(Some(Box::new(plan)));
+    }
+    Ok(halves::KeyPlan::new(isa, rows).map(|plan| Box::new(plan) as Box<dyn KeyPlan>))
 }
 
 /// The way of these values that is faster than decoding them to f32, if there is one.
 pub(crate) fn value_plan<'a>(isa: Isa, rows: &'a Affine) -> Result<Option<Box<dyn ValuePlan + 'a>>> {
+    let rows = Tiles::of(rows)?;
     #[cfg(target_arch = "x86_64")]
-    let plan = integer::ValuePlan::new(isa, Tiles::of(rows)?).map(|plan| Box::new(plan) as Box<dyn ValuePlan>);
-    #[cfg(not(target_arch = "x86_64"))]
-    let (plan, _) = (None, (isa, rows));
-    Ok(plan)
+    if let Some(plan) = integer::ValuePlan::new(isa, rows) {
+        return Ok(Some(Box::new(plan)));
+    }
+    Ok(halves::ValuePlan::new(isa, rows).map(|plan| Box::new(plan) as Box<dyn ValuePlan>))
 }
 
 /// Quantises all rows; the arguments are checked.

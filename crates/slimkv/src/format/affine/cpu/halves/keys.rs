@@ -1,0 +1,458 @@
+//! Scores from key codes.
+
+use std::ops::Range;
+
+use super::{Layout, Rows, halves, quantizer};
+use crate::attend::decode::MAX_ROWS;
+use crate::attend::decode::cpu::{self as skeleton, BLOCK, Block, Keys, Queries};
+use crate::cpu::floats::Floats;
+use crate::cpu::{Isa, Kernel, Simd, Worker};
+use crate::format::affine::Axis;
+use crate::format::affine::cpu::Tiles;
+use crate::format::decode_cpu::tile_stride;
+
+/// Key codes that share parameters among tokens.
+pub(crate) struct KeyPlan<'a> {
+    isa: Isa,
+    rows: Tiles<'a>,
+    layout: Layout,
+    /// The channel that each half of the folded queries belongs to, by register, half and element; past the end, zero.
+    order: Vec<u16>,
+    /// All bits of the elements of each of the rows that lie side by side.
+    masks: Vec<i32>,
+}
+
+impl<'a> KeyPlan<'a> {
+    /// `None` where channels share the parameters of keys.
+    pub fn new(isa: Isa, rows: Tiles<'a>) -> Option<Self> {
+        let layout = Layout::new(isa, &rows);
+        let (lanes, d) = (layout.lanes, rows.head_dim);
+        let mut order = Vec::with_capacity(layout.registers() * layout.parts() * 2 * lanes);
+        for register in 0..layout.registers() {
+            for k in 0..layout.parts() {
+                for half in 0..2 {
+                    let channel = |i: usize| layout.channel(layout.word(register, i), half, k);
+                    let channels = (0..lanes).map(|i| channel(i).min(d) as u16);
+                    order.extend(channels);
+                }
+            }
+        }
+        let mask = |row: usize| (0..lanes).map(move |i| if i / layout.words == row { -1 } else { 0 });
+        let masks = (0..layout.side).flat_map(mask).collect();
+        (rows.axis == Axis::Tokens).then_some(KeyPlan { isa, rows, layout, order, masks })
+    }
+}
+
+impl skeleton::KeyPlan for KeyPlan<'_> {
+    fn keys<'a>(&'a self, rows: usize) -> Box<dyn Keys + 'a> {
+        let (stride, order) = (tile_stride(self.rows.head_dim), self.order.len());
+        Box::new(HalfKeys {
+            plan: self,
+            matrix: 0,
+            rows,
+            group: usize::MAX,
+            queries: vec![0.0; rows * stride],
+            ordered: vec![0.0; rows * order],
+            // One more, so that there is a zero for what is no channel.
+            scale: vec![0.0; stride + 1],
+            zero: vec![0.0; stride + 1],
+            ordered_scale: vec![0.0; order],
+            folded: vec![0; rows * order / 2],
+            unit: [0.0; MAX_ROWS],
+            offset: [0.0; MAX_ROWS],
+            scratch: Vec::new(),
+        })
+    }
+}
+
+/// The keys of one KV head.
+struct HalfKeys<'a> {
+    plan: &'a KeyPlan<'a>,
+    matrix: usize,
+    rows: usize,
+    /// The group of tokens whose parameters are folded in.
+    group: usize,
+    /// Query rows.
+    queries: Vec<f32>,
+    /// Query rows in the order of the halves.
+    ordered: Vec<f32>,
+    scale: Vec<f32>,
+    zero: Vec<f32>,
+    ordered_scale: Vec<f32>,
+    /// Queries times scales in 16 bits: for each row the registers that those of the codes meet.
+    folded: Vec<i32>,
+    /// What one unit of a row is worth.
+    unit: [f32; MAX_ROWS],
+    /// Query times zero points.
+    offset: [f32; MAX_ROWS],
+    scratch: Vec<u8>,
+}
+
+impl Keys for HalfKeys<'_> {
+    fn prepare(&mut self, matrix: usize, queries: &Queries) {
+        self.matrix = matrix;
+        self.group = usize::MAX;
+        self.queries.copy_from_slice(&queries.data);
+        let order = &self.plan.order;
+        let rows = self.queries.chunks_exact(tile_stride(self.plan.rows.head_dim));
+        for (ordered, row) in self.ordered.chunks_exact_mut(order.len()).zip(rows) {
+            // What is no channel meets a scale of zero.
+            ordered.iter_mut().zip(order).for_each(|(to, &c)| *to = row.get(usize::from(c)).copied().unwrap_or(0.0));
+        }
+    }
+
+    fn scores(&mut self, _: &Worker, tokens: Range<usize>, scores: &mut Block) {
+        let KeyPlan { isa, rows, layout, masks, .. } = self.plan;
+        let mut from = tokens.start;
+        while from < tokens.end {
+            let group = from / rows.group;
+            let to = ((group + 1) * rows.group).min(tokens.end);
+            if group != self.group {
+                isa.run(Fold { keys: self, group });
+                self.group = group;
+            }
+            let count = to - from;
+            isa.run(Scores {
+                codes: rows.code_rows(*layout, self.matrix, from, count, &mut self.scratch),
+                layout: *layout,
+                masks,
+                folded: &self.folded,
+                unit: &self.unit,
+                offset: &self.offset,
+                rows: self.rows,
+                count,
+                at: from - tokens.start,
+                scores,
+            });
+            from = to;
+        }
+    }
+}
+
+/// Folds the parameters of a group of tokens into the queries.
+struct Fold<'a, 'b> {
+    keys: &'a mut HalfKeys<'b>,
+    group: usize,
+}
+
+impl Kernel for Fold<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        let HalfKeys { plan, matrix, scale, zero, ordered_scale, .. } = &mut *self.keys;
+        let (rows, order, stride) = (&plan.rows, &plan.order, tile_stride(plan.rows.head_dim));
+        let next = BLOCK.div_ceil(rows.group);
+        for (params, to) in [(rows.scale, &mut *scale), (rows.zero, &mut *zero)] {
+            let row = rows.param_row(params, *matrix, self.group);
+            prefetch(s, row, next * row.len());
+            row.widen(s, to);
+        }
+        assert!(order.len() == ordered_scale.len() && scale.len() == stride + 1);
+        for (to, &channel) in ordered_scale.iter_mut().zip(order) {
+            // SAFETY: channels are at most the head dimension, which is at most `stride`.
+            *to = unsafe { *scale.get_unchecked(usize::from(channel)) };
+        }
+        assert!(stride.is_multiple_of(S::LANES));
+        // Times zero, a scale that is not finite becomes NaN, as the scores must; the integers would hide it.
+        let mut none = s.splat(0.0);
+        for c in (0..stride).step_by(S::LANES) {
+            // SAFETY: `c + LANES <= stride`.
+            none = s.fma(unsafe { s.load(scale.as_ptr().add(c)) }, s.splat(0.0), none);
+        }
+        let mut r = 0;
+        while r < self.keys.rows {
+            match self.keys.rows - r {
+                4.. => {
+                    self.rows_at::<S, 4>(s, r, none);
+                    r += 4;
+                }
+                2.. => {
+                    self.rows_at::<S, 2>(s, r, none);
+                    r += 2;
+                }
+                _ => {
+                    self.rows_at::<S, 1>(s, r, none);
+                    r += 1;
+                }
+            }
+        }
+    }
+}
+
+impl Fold<'_, '_> {
+    /// `R` rows together, so that none waits for its own sums. `none` is what the sums with the zero points start from.
+    #[inline(always)]
+    fn rows_at<S: Simd, const R: usize>(&mut self, s: S, r: usize, none: S::F) {
+        let HalfKeys { plan, queries, ordered, zero, ordered_scale, folded, unit, offset, .. } = &mut *self.keys;
+        let (len, stride) = (plan.order.len(), tile_stride(plan.rows.head_dim));
+        let (ordered, queries) = (&ordered[r * len..(r + R) * len], &queries[r * stride..(r + R) * stride]);
+        let folded = &mut folded[r * len / 2..(r + R) * len / 2];
+        assert!(len.is_multiple_of(2 * S::LANES) && ordered_scale.len() == len && zero.len() > stride);
+        let mut sum = [none; R];
+        let (mut most, mut least) = ([s.splat(0.0); R], [s.splat(0.0); R]);
+        let mut factor = [none; R];
+        // SAFETY: every access is to `LANES` elements of a row, whose length is a multiple of that.
+        unsafe {
+            for c in (0..stride).step_by(S::LANES) {
+                let zero = s.load(zero.as_ptr().add(c));
+                let mut query = queries.as_ptr().wrapping_add(c);
+                for i in 0..R {
+                    sum[i] = s.fma(s.load(query), zero, sum[i]);
+                    query = query.wrapping_add(stride);
+                }
+            }
+            for c in (0..len).step_by(S::LANES) {
+                let scale = s.load(ordered_scale.as_ptr().add(c));
+                let mut query = ordered.as_ptr().wrapping_add(c);
+                for i in 0..R {
+                    let product = s.mul(s.load(query), scale);
+                    query = query.wrapping_add(len);
+                    most[i] = s.max(product, most[i]);
+                    least[i] = s.min(product, least[i]);
+                }
+            }
+            for i in 0..R {
+                offset[r + i] = s.sum(sum[i]);
+                let (to_integer, of_one) = quantizer(s.max_lane(s.max(most[i], s.sub(s.splat(0.0), least[i]))));
+                unit[r + i] = of_one;
+                factor[i] = s.splat(to_integer);
+            }
+            for c in (0..len).step_by(2 * S::LANES) {
+                let scale = [s.load(ordered_scale.as_ptr().add(c)), s.load(ordered_scale.as_ptr().add(c + S::LANES))];
+                let mut query = ordered.as_ptr().wrapping_add(c);
+                let mut to = folded.as_mut_ptr().wrapping_add(c / 2);
+                for i in 0..R {
+                    let low = s.mul(s.load(query), s.mul(scale[0], factor[i]));
+                    let high = s.mul(s.load(query.wrapping_add(S::LANES)), s.mul(scale[1], factor[i]));
+                    s.store_i(to, s.low_halves(s.round(low), s.round(high)));
+                    query = query.wrapping_add(len);
+                    to = to.wrapping_add(len / 2);
+                }
+            }
+        }
+    }
+}
+
+/// Asks for the cache lines of what lies `elements` further than `row`.
+#[inline(always)]
+pub(super) fn prefetch<S: Simd>(s: S, row: Floats, elements: usize) {
+    let (from, size) = match row {
+        Floats::F16(x) => (x.as_ptr().cast::<u8>(), 2),
+        Floats::BF16(x) => (x.as_ptr().cast(), 2),
+        Floats::F32(x) => (x.as_ptr().cast(), 4),
+    };
+    for line in (0..row.len() * size).step_by(64) {
+        s.prefetch(from.wrapping_add(elements * size + line));
+    }
+}
+
+/// The scores of tokens that share parameters.
+struct Scores<'a> {
+    codes: Rows<'a>,
+    layout: Layout,
+    masks: &'a [i32],
+    folded: &'a [i32],
+    unit: &'a [f32; MAX_ROWS],
+    offset: &'a [f32; MAX_ROWS],
+    rows: usize,
+    count: usize,
+    /// Where the first token lies in the block.
+    at: usize,
+    scores: &'a mut Block,
+}
+
+impl Kernel for Scores<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        assert!(self.at + self.count <= BLOCK && self.rows <= MAX_ROWS);
+        match self.layout.bits {
+            1 => self.all::<S, 1>(s),
+            2 => self.all::<S, 2>(s),
+            3 => self.all::<S, 3>(s),
+            4 => self.all::<S, 4>(s),
+            _ => self.all::<S, 8>(s),
+        }
+        self.scale(s);
+    }
+}
+
+impl Scores<'_> {
+    #[inline(always)]
+    fn all<S: Simd, const BITS: usize>(&mut self, s: S) {
+        let mut r = 0;
+        while r < self.rows {
+            match self.rows - r {
+                4.. => {
+                    if S::BLOCK >= 4 {
+                        self.rows_at::<S, BITS, 4, 4>(s, r);
+                    } else {
+                        self.rows_at::<S, BITS, 4, 2>(s, r);
+                    }
+                    r += 4;
+                }
+                2.. => {
+                    self.rows_at::<S, BITS, 2, 4>(s, r);
+                    r += 2;
+                }
+                _ => {
+                    self.rows_at::<S, BITS, 1, 4>(s, r);
+                    r += 1;
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn rows_at<S: Simd, const BITS: usize, const R: usize, const T: usize>(&mut self, s: S, r: usize) {
+        let mut t = 0;
+        while self.layout.side > 1 && t < self.count {
+            self.side_at::<S, BITS, R>(s, r, t);
+            t += self.layout.side;
+        }
+        while t + T <= self.count {
+            self.tokens_at::<S, BITS, R, T>(s, r, t);
+            t += T;
+        }
+        while t < self.count {
+            self.tokens_at::<S, BITS, R, 1>(s, r, t);
+            t += 1;
+        }
+    }
+
+    /// The products of `R` query rows with the registers of `T` rows from `t` on.
+    #[inline(always)]
+    fn products<S: Simd, const BITS: usize, const R: usize, const T: usize>(
+        &self,
+        s: S,
+        r: usize,
+        t: usize,
+    ) -> [[S::I; T]; R] {
+        let registers = self.layout.registers();
+        let row_len = registers * (16 / BITS) * S::LANES;
+        assert!(self.folded.len() >= (r + R) * row_len && self.layout.lanes == S::LANES);
+        assert!(self.codes.bytes.len() >= (t + T - 1) * self.codes.stride + self.layout.reach());
+        let mut acc = [[s.splat_i(0); T]; R];
+        // Pointers that step, so that no index is computed (and checked) in between.
+        let mut rows = [std::ptr::null::<i32>(); T];
+        for (j, row) in rows.iter_mut().enumerate() {
+            *row = self.codes.row(t + j);
+            s.prefetch(row.cast::<u8>().wrapping_add(BLOCK * self.codes.stride));
+        }
+        let mut queries = [std::ptr::null::<i32>(); R];
+        for (i, query) in queries.iter_mut().enumerate() {
+            *query = self.folded[(r + i) * row_len..].as_ptr();
+        }
+        for _ in 0..registers {
+            let mut words = [s.splat_i(0); T];
+            for (words, row) in words.iter_mut().zip(&mut rows) {
+                // SAFETY: `registers` registers are what loading the row reads, which the codes hold.
+                *words = unsafe { s.load_i(*row) };
+                *row = row.wrapping_add(S::LANES);
+                if BITS == 3 {
+                    *words = s.low_halves(*words, s.shift_right(*words, 15));
+                }
+            }
+            for k in 0..16 / BITS {
+                let mut codes = words;
+                for codes in &mut codes {
+                    *codes = halves::<S, BITS>(s, *codes, k);
+                }
+                for i in 0..R {
+                    // SAFETY: a row of folded queries has `registers * parts` registers.
+                    let folded = unsafe { s.load_i(queries[i]) };
+                    queries[i] = queries[i].wrapping_add(S::LANES);
+                    for j in 0..T {
+                        acc[i][j] = s.dot_halves(acc[i][j], codes[j], folded);
+                    }
+                }
+            }
+        }
+        acc
+    }
+
+    /// `R` query rows times the tokens that lie side by side from `t` on.
+    #[inline(always)]
+    fn side_at<S: Simd, const BITS: usize, const R: usize>(&mut self, s: S, r: usize, t: usize) {
+        let acc = self.products::<S, BITS, R, 1>(s, r, t);
+        for (row, mask) in self.masks.chunks_exact(S::LANES).enumerate().take(self.count - t) {
+            // SAFETY: a mask has `LANES` elements.
+            let mask = unsafe { s.load_i(mask.as_ptr()) };
+            let mut sums = [s.splat(0.0); R];
+            for i in 0..R {
+                sums[i] = s.to_f(s.and(acc[i][0], mask));
+            }
+            let at = self.at + t + row;
+            if R == 4 {
+                let sums = s.sum4([sums[0], sums[1 % R], sums[2 % R], sums[3 % R]]);
+                for i in 0..R {
+                    self.put(r + i, at, [sums[i]]);
+                }
+            } else {
+                for i in 0..R {
+                    self.put(r + i, at, [s.sum(sums[i])]);
+                }
+            }
+        }
+    }
+
+    /// `R` query rows times `T` tokens.
+    #[inline(always)]
+    fn tokens_at<S: Simd, const BITS: usize, const R: usize, const T: usize>(&mut self, s: S, r: usize, t: usize) {
+        let acc = self.products::<S, BITS, R, T>(s, r, t);
+        let mut sums = [[s.splat(0.0); T]; R];
+        for i in 0..R {
+            for j in 0..T {
+                sums[i][j] = s.to_f(acc[i][j]);
+            }
+        }
+        let at = self.at + t;
+        if T == 4 {
+            for i in 0..R {
+                let of_row = s.sum4([sums[i][0], sums[i][1 % T], sums[i][2 % T], sums[i][3 % T]]);
+                self.put(r + i, at, of_row);
+            }
+        } else if T == 2 && R.is_multiple_of(2) {
+            for i in (0..R).step_by(2) {
+                let [a, b, c, d] = s.sum4([sums[i][0], sums[i][1 % T], sums[i + 1][0], sums[i + 1][1 % T]]);
+                self.put(r + i, at, [a, b]);
+                self.put(r + i + 1, at, [c, d]);
+            }
+        } else {
+            for i in 0..R {
+                for j in 0..T {
+                    self.put(r + i, at + j, [s.sum(sums[i][j])]);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn put<const N: usize>(&mut self, row: usize, at: usize, sums: [f32; N]) {
+        debug_assert!(at + N <= BLOCK);
+        // SAFETY: `run` checked that all tokens lie within the block.
+        unsafe { self.scores.0[row].as_mut_ptr().add(at).cast::<[f32; N]>().write_unaligned(sums) }
+    }
+
+    /// From sums of integers to scores.
+    #[inline(always)]
+    fn scale<S: Simd>(&mut self, s: S) {
+        for r in 0..self.rows {
+            let (unit, offset) = (s.splat(self.unit[r]), s.splat(self.offset[r]));
+            let scores = &mut self.scores.0[r][self.at..self.at + self.count];
+            let mut vectors = scores.chunks_exact_mut(S::LANES);
+            for vector in &mut vectors {
+                // SAFETY: it has `LANES` elements.
+                unsafe { s.store(vector.as_mut_ptr(), s.fma(s.load(vector.as_ptr()), unit, offset)) }
+            }
+            let rest = vectors.into_remainder();
+            let mut whole = [0.0; 16];
+            whole[..rest.len()].copy_from_slice(rest);
+            // SAFETY: no instruction set has more than 16 elements.
+            unsafe { s.store(whole.as_mut_ptr(), s.fma(s.load(whole.as_ptr()), unit, offset)) }
+            rest.copy_from_slice(&whole[..rest.len()]);
+        }
+    }
+}

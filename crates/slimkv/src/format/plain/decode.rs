@@ -13,14 +13,14 @@ use crate::cpu::{Kernel, Simd, Worker};
 use crate::dtype::with_float;
 use crate::format::decode_cpu::{TILE_ALIGN, tile_stride};
 
-/// Tokens that are scored at a time: their sums share a reduction.
+/// Tokens that are scored in turn with all rows.
 const TOKENS: usize = 4;
 
 /// Tokens that are weighted at a time: few enough to stay in the first-level cache while rows and channels take turns.
 const TILE: usize = 32;
 
-/// Rows are asked for this many tokens before they are read: the hardware looks no further than a page, and keys and
-/// values take turns.
+/// Keys are asked for this many tokens before they are read, values a tile: the hardware looks no further than a page, and
+/// keys and values take turns.
 const AHEAD: usize = 16;
 
 /// An element that vectors of f32 are loaded from.
@@ -135,64 +135,81 @@ impl<T: Widen> Kernel for Dots<'_, T> {
             prefetch(s, next, TOKENS * self.head_dim);
             let mut r = 0;
             while r < self.rows {
-                r += if S::BLOCK >= 4 && r + 4 <= self.rows {
-                    self.register_block::<S, 4>(s, r, token)
-                } else if r + 2 <= self.rows {
-                    self.register_block::<S, 2>(s, r, token)
+                // Every row is widened once for as many query rows as there are registers for.
+                r += if r + 4 > self.rows {
+                    if r + 2 <= self.rows {
+                        self.register_block::<S, 2, 4>(s, r, token)
+                    } else {
+                        self.register_block::<S, 1, 4>(s, r, token)
+                    }
+                } else if S::BLOCK >= 4 {
+                    self.register_block::<S, 4, 4>(s, r, token)
                 } else {
-                    self.register_block::<S, 1>(s, r, token)
+                    self.register_block::<S, 4, 2>(s, r, token);
+                    self.register_block::<S, 4, 2>(s, r, token + 2)
                 };
             }
         }
     }
 }
 
-impl<T: Widen> Dots<'_, T> {
-    /// `R` queries from `r` on times [`TOKENS`] tokens from `token` on; returns `R`.
+impl<E: Widen> Dots<'_, E> {
+    /// `R` queries from `r` on times `T` tokens from `token` on; returns `R`.
     #[inline(always)]
-    fn register_block<S: Simd, const R: usize>(&mut self, s: S, r: usize, token: usize) -> usize {
+    fn register_block<S: Simd, const R: usize, const T: usize>(&mut self, s: S, r: usize, token: usize) -> usize {
         let (d, stride, tokens) = (self.head_dim, tile_stride(self.head_dim), self.keys.len() / self.head_dim);
-        assert!(token < tokens && self.queries.len() >= (r + R) * stride);
+        assert!(tokens > 0 && self.queries.len() >= (r + R) * stride && token + T <= BLOCK && r + R <= MAX_ROWS);
         let whole = d / S::LANES * S::LANES;
         // Past the last token comes the last one again: nobody reads its scores.
-        let mut keys = [self.keys.as_ptr(); TOKENS];
+        let mut keys = [self.keys.as_ptr(); T];
         for (i, keys) in keys.iter_mut().enumerate() {
             // SAFETY: there are `tokens` rows of `d` elements.
             *keys = unsafe { keys.add((token + i).min(tokens - 1) * d) };
         }
-        // SAFETY: there are `r + R` rows.
-        let queries = unsafe { self.queries.as_ptr().add(r * stride) };
-        let mut acc = [[s.splat(0.0); TOKENS]; R];
+        let mut queries = [self.queries.as_ptr(); R];
+        for (i, queries) in queries.iter_mut().enumerate() {
+            // SAFETY: there are `r + R` rows of `stride` elements.
+            *queries = unsafe { queries.add((r + i) * stride) };
+        }
+        let mut acc = [[s.splat(0.0); T]; R];
         for c in (0..whole).step_by(S::LANES) {
             // SAFETY: `c + LANES <= d`, the length of the rows of both.
             unsafe {
-                let key = [
-                    T::load(s, keys[0].add(c)),
-                    T::load(s, keys[1].add(c)),
-                    T::load(s, keys[2].add(c)),
-                    T::load(s, keys[3].add(c)),
-                ];
+                let mut key = [s.splat(0.0); T];
+                for t in 0..T {
+                    key[t] = E::load(s, keys[t].add(c));
+                }
                 for i in 0..R {
-                    let query = s.load(queries.add(i * stride + c));
-                    for t in 0..TOKENS {
+                    let query = s.load(queries[i].add(c));
+                    for t in 0..T {
                         acc[i][t] = s.fma(query, key[t], acc[i][t]);
                     }
                 }
             }
         }
         if whole < d {
-            for t in 0..TOKENS {
+            for t in 0..T {
                 // SAFETY: the row has `d - whole` more elements; those of queries are padded to a whole vector.
                 unsafe {
-                    let key = T::load_part(s, keys[t].add(whole), d - whole);
+                    let key = E::load_part(s, keys[t].add(whole), d - whole);
                     for i in 0..R {
-                        acc[i][t] = s.fma(s.load(queries.add(i * stride + whole)), key, acc[i][t]);
+                        acc[i][t] = s.fma(s.load(queries[i].add(whole)), key, acc[i][t]);
                     }
                 }
             }
         }
-        for i in 0..R {
-            self.scores.0[r + i][token..token + TOKENS].copy_from_slice(&s.sum4(acc[i]));
+        if T == 2 && R.is_multiple_of(2) {
+            for i in (0..R).step_by(2) {
+                let [a, b, c, d] = s.sum4([acc[i][0], acc[i][1 % T], acc[i + 1][0], acc[i + 1][1 % T]]);
+                self.scores.0[r + i][token..token + 2].copy_from_slice(&[a, b]);
+                self.scores.0[r + i + 1][token..token + 2].copy_from_slice(&[c, d]);
+            }
+        } else {
+            assert!(T == 4);
+            for i in 0..R {
+                let sums = s.sum4([acc[i][0], acc[i][1 % T], acc[i][2 % T], acc[i][3 % T]]);
+                self.scores.0[r + i][token..token + 4].copy_from_slice(&sums);
+            }
         }
         R
     }
@@ -264,7 +281,7 @@ impl<T: Widen> Kernel for WeightedSum<'_, T> {
             let tile = from..(from + TILE).min(tokens);
             let mut r = 0;
             while r < self.rows {
-                r += if S::BLOCK >= 4 && r + 4 <= self.rows {
+                r += if r + 4 <= self.rows {
                     self.rows_at::<S, 4>(s, &tile, r)
                 } else if r + 2 <= self.rows {
                     self.rows_at::<S, 2>(s, &tile, r)
@@ -284,7 +301,7 @@ impl<T: Widen> WeightedSum<'_, T> {
         let d = self.head_dim;
         let mut c = 0;
         while c < d {
-            c += if c + 4 * S::LANES <= d {
+            c += if S::BLOCK >= R && c + 4 * S::LANES <= d {
                 self.register_block::<S, R, 4>(s, tile, r, c)
             } else if c + 2 * S::LANES <= d {
                 self.register_block::<S, R, 2>(s, tile, r, c)
@@ -311,19 +328,26 @@ impl<T: Widen> WeightedSum<'_, T> {
         let part = V == 1 && c + channels > d;
         assert!(part || c + channels <= d);
         let mut acc = [[s.splat(0.0); V]; R];
-        for t in tile.clone() {
-            let from = self.values.as_ptr().wrapping_add(t * d + c);
-            if r == 0 {
-                prefetch(s, from.wrapping_add(AHEAD * d), channels);
-            }
+        // Pointers that step, so that no index is computed (and checked) in between.
+        let mut from = self.values.as_ptr().wrapping_add(tile.start * d + c);
+        let mut weights = [std::ptr::null::<f32>(); R];
+        for (i, weights) in weights.iter_mut().enumerate() {
+            *weights = self.weights.0[r + i][tile.clone()].as_ptr();
+        }
+        for _ in tile.clone() {
+            // Its part of the next tile.
+            prefetch(s, from.wrapping_add(TILE * d), channels);
             let mut value = [s.splat(0.0); V];
             for j in 0..V {
-                // SAFETY: row `t` has `d` elements, of which those of a whole vector, or `d - c`, are left at `c`.
+                // SAFETY: the row has `d` elements, of which those of a whole vector, or `d - c`, are left at `c`.
                 value[j] =
                     unsafe { if part { T::load_part(s, from, d - c) } else { T::load(s, from.add(j * S::LANES)) } };
             }
+            from = from.wrapping_add(d);
             for i in 0..R {
-                let weight = s.splat(self.weights.0[r + i][t]);
+                // SAFETY: a row of weights has as many elements as the tile has tokens.
+                let weight = s.splat(unsafe { *weights[i] });
+                weights[i] = weights[i].wrapping_add(1);
                 for j in 0..V {
                     acc[i][j] = s.fma(weight, value[j], acc[i][j]);
                 }

@@ -307,76 +307,44 @@ impl Scores<'_> {
 
     #[inline(always)]
     fn rows_at<S: Simd, const BITS: usize, const R: usize, const T: usize>(&mut self, s: S, r: usize) {
-        let mut t = 0;
-        while self.layout.side > 1 && t < self.count {
-            self.side_at::<S, BITS, R>(s, r, t);
-            t += self.layout.side;
-        }
-        while t + T <= self.count {
-            self.tokens_at::<S, BITS, R, T>(s, r, t);
-            t += T;
-        }
-        while t < self.count {
-            self.tokens_at::<S, BITS, R, 1>(s, r, t);
-            t += 1;
-        }
-    }
-
-    /// The products of `R` query rows with the registers of `T` rows from `t` on.
-    #[inline(always)]
-    fn products<S: Simd, const BITS: usize, const R: usize, const T: usize>(
-        &self,
-        s: S,
-        r: usize,
-        t: usize,
-    ) -> [[S::I; T]; R] {
-        let registers = self.layout.registers();
-        let row_len = registers * (16 / BITS) * S::LANES;
-        assert!(self.folded.len() >= (r + R) * row_len && self.layout.lanes == S::LANES);
-        assert!(self.codes.bytes.len() >= (t + T - 1) * self.codes.stride + self.layout.reach());
-        let mut acc = [[s.splat_i(0); T]; R];
-        // Pointers that step, so that no index is computed (and checked) in between.
-        let mut rows = [std::ptr::null::<i32>(); T];
-        for (j, row) in rows.iter_mut().enumerate() {
-            *row = self.codes.row(t + j);
-            s.prefetch(row.cast::<u8>().wrapping_add(BLOCK * self.codes.stride));
-        }
+        let (layout, stride) = (self.layout, self.codes.stride);
+        let row_len = layout.registers() * (16 / BITS) * S::LANES;
+        assert!(layout.lanes == S::LANES && self.folded.len() >= (r + R) * row_len);
+        assert!(self.codes.bytes.len() >= (self.count - 1) * stride + layout.reach());
         let mut queries = [std::ptr::null::<i32>(); R];
         for (i, query) in queries.iter_mut().enumerate() {
             *query = self.folded[(r + i) * row_len..].as_ptr();
         }
-        for _ in 0..registers {
-            let mut words = [s.splat_i(0); T];
-            for (words, row) in words.iter_mut().zip(&mut rows) {
-                // SAFETY: `registers` registers are what loading the row reads, which the codes hold.
-                *words = unsafe { s.load_i(*row) };
-                *row = row.wrapping_add(S::LANES);
-                if BITS == 3 {
-                    *words = s.low_halves(*words, s.shift_right(*words, 15));
-                }
+        let (mut t, mut row) = (0, self.codes.row(0));
+        if layout.side > 1 {
+            while t < self.count {
+                // SAFETY: there are as many rows, and queries.
+                let acc = unsafe { products::<S, BITS, R, 1>(s, row, stride, queries, layout.registers()) };
+                self.put_side(s, acc, r, t);
+                t += layout.side;
+                row = row.wrapping_byte_add(layout.side * stride);
             }
-            for k in 0..16 / BITS {
-                let mut codes = words;
-                for codes in &mut codes {
-                    *codes = halves::<S, BITS>(s, *codes, k);
-                }
-                for i in 0..R {
-                    // SAFETY: a row of folded queries has `registers * parts` registers.
-                    let folded = unsafe { s.load_i(queries[i]) };
-                    queries[i] = queries[i].wrapping_add(S::LANES);
-                    for j in 0..T {
-                        acc[i][j] = s.dot_halves(acc[i][j], codes[j], folded);
-                    }
-                }
-            }
+            return;
         }
-        acc
+        while t + T <= self.count {
+            // SAFETY: as above.
+            let acc = unsafe { products::<S, BITS, R, T>(s, row, stride, queries, layout.registers()) };
+            self.put_all(s, acc, r, t);
+            t += T;
+            row = row.wrapping_byte_add(T * stride);
+        }
+        while t < self.count {
+            // SAFETY: as above.
+            let acc = unsafe { products::<S, BITS, R, 1>(s, row, stride, queries, layout.registers()) };
+            self.put_all(s, acc, r, t);
+            t += 1;
+            row = row.wrapping_byte_add(stride);
+        }
     }
 
-    /// `R` query rows times the tokens that lie side by side from `t` on.
+    /// Writes the scores of the tokens that lie side by side from `t` on.
     #[inline(always)]
-    fn side_at<S: Simd, const BITS: usize, const R: usize>(&mut self, s: S, r: usize, t: usize) {
-        let acc = self.products::<S, BITS, R, 1>(s, r, t);
+    fn put_side<S: Simd, const R: usize>(&mut self, s: S, acc: [[S::I; 1]; R], r: usize, t: usize) {
         for (row, mask) in self.masks.chunks_exact(S::LANES).enumerate().take(self.count - t) {
             // SAFETY: a mask has `LANES` elements.
             let mask = unsafe { s.load_i(mask.as_ptr()) };
@@ -398,10 +366,9 @@ impl Scores<'_> {
         }
     }
 
-    /// `R` query rows times `T` tokens.
+    /// Writes the scores of `T` tokens.
     #[inline(always)]
-    fn tokens_at<S: Simd, const BITS: usize, const R: usize, const T: usize>(&mut self, s: S, r: usize, t: usize) {
-        let acc = self.products::<S, BITS, R, T>(s, r, t);
+    fn put_all<S: Simd, const R: usize, const T: usize>(&mut self, s: S, acc: [[S::I; T]; R], r: usize, t: usize) {
         let mut sums = [[s.splat(0.0); T]; R];
         for i in 0..R {
             for j in 0..T {
@@ -455,4 +422,53 @@ impl Scores<'_> {
             rest.copy_from_slice(&whole[..rest.len()]);
         }
     }
+}
+
+/// The products of `R` query rows with `T` rows of codes from `row` on.
+///
+/// # Safety
+///
+/// The rows have `registers` registers that may be read, and the queries as many as these become.
+#[inline(always)]
+unsafe fn products<S: Simd, const BITS: usize, const R: usize, const T: usize>(
+    s: S,
+    row: *const i32,
+    stride: usize,
+    queries: [*const i32; R],
+    registers: usize,
+) -> [[S::I; T]; R] {
+    let mut acc = [[s.splat_i(0); T]; R];
+    // Pointers and one offset that step, so that no index is computed (and checked) in between.
+    let mut rows = [row; T];
+    for j in 0..T {
+        rows[j] = row.wrapping_byte_add(j * stride);
+        s.prefetch(rows[j].cast::<u8>().wrapping_add(BLOCK * stride));
+    }
+    let (mut word, mut at) = (0usize, 0usize);
+    for _ in 0..registers {
+        let mut words = [s.splat_i(0); T];
+        for j in 0..T {
+            // SAFETY: the caller's.
+            words[j] = unsafe { s.load_i(rows[j].wrapping_add(word)) };
+            if BITS == 3 {
+                words[j] = s.low_halves(words[j], s.shift_right(words[j], 15));
+            }
+        }
+        for k in 0..16 / BITS {
+            let mut codes = words;
+            for codes in &mut codes {
+                *codes = halves::<S, BITS>(s, *codes, k);
+            }
+            for i in 0..R {
+                // SAFETY: the caller's.
+                let query = unsafe { s.load_i(queries[i].wrapping_add(at)) };
+                for j in 0..T {
+                    acc[i][j] = s.dot_halves(acc[i][j], codes[j], query);
+                }
+            }
+            at = at.wrapping_add(S::LANES);
+        }
+        word = word.wrapping_add(S::LANES);
+    }
+    acc
 }

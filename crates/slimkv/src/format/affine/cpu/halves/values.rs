@@ -184,8 +184,12 @@ impl Values for HalfValues<'_> {
         for ((out, sums), offsets) in all.zip(self.offsets.chunks_exact(self.offsets.len() / self.rows)) {
             let offsets: Vec<f32> = (0..*groups).map(|g| offsets.iter().skip(g).step_by(*padded).sum()).collect();
             for (out, &(at, group)) in out.iter_mut().zip(places) {
-                let side = sums[at..].iter().step_by(layout.words).take(layout.side);
-                *out = side.sum::<f32>() + offsets[group];
+                *out = sums[at] + offsets[group];
+            }
+            for row in 1..layout.side {
+                for (out, &(at, _)) in out.iter_mut().zip(places) {
+                    *out += sums[at + row * layout.words];
+                }
             }
         }
     }
@@ -519,8 +523,8 @@ impl WeightedSum<'_> {
         assert!(half.is_multiple_of(side) && steps <= plan.steps());
         // Pointers that step, so that no index is computed (and checked) in between.
         let mut row = self.codes.row(0).wrapping_add(c * S::LANES).cast::<u8>();
-        let mut other = self.codes.row(half).wrapping_add(c * S::LANES).cast::<u8>();
-        let stride = side * self.codes.stride;
+        let (other, stride) = (half * self.codes.stride, side * self.codes.stride);
+        let mut at = 0usize;
         let mut weights = [std::ptr::null::<i32>(); R];
         for (i, weights) in weights.iter_mut().enumerate() {
             *weights = if ALONE {
@@ -533,8 +537,8 @@ impl WeightedSum<'_> {
         let mut acc = [[s.splat_i(0); P]; R];
         for _ in 0..steps {
             // SAFETY: register `c` of the rows of a pair is inside what loading them reads.
-            let (mut a, mut b) = unsafe { (s.load_i(row.cast()), s.load_i(other.cast())) };
-            (row, other) = (row.wrapping_add(stride), other.wrapping_add(stride));
+            let (mut a, mut b) = unsafe { (s.load_i(row.cast()), s.load_i(row.wrapping_add(other).cast())) };
+            row = row.wrapping_add(stride);
             if HIGH && BITS == 3 {
                 (a, b) = (s.shift_right(a, 15), s.shift_right(b, 15));
             }
@@ -545,12 +549,13 @@ impl WeightedSum<'_> {
             }
             for i in 0..R {
                 // SAFETY: `steps` steps of the row are inside the pairs, or the operands.
-                let weight = unsafe { if ALONE { s.splat_i(*weights[i]) } else { s.load_i(weights[i]) } };
-                weights[i] = weights[i].wrapping_add(step);
+                let weight = weights[i].wrapping_add(at);
+                let weight = unsafe { if ALONE { s.splat_i(*weight) } else { s.load_i(weight) } };
                 for p in 0..P {
                     acc[i][p] = s.dot_halves(acc[i][p], codes[p], weight);
                 }
             }
+            at = at.wrapping_add(step);
         }
         let mut units = [0.0f32; 16];
         for (unit, &group) in units.iter_mut().zip(groups) {

@@ -17,7 +17,7 @@ pub(crate) struct KeyPlan<'a> {
     rows: Tiles<'a>,
     layout: Layout,
     /// The channel that each half of the folded queries belongs to, by register, half and element; past the end, zero.
-    order: Vec<u16>,
+    order: Vec<u32>,
     /// All bits of the elements of each of the rows that lie side by side.
     masks: Vec<i32>,
 }
@@ -32,7 +32,7 @@ impl<'a> KeyPlan<'a> {
             for k in 0..layout.parts() {
                 for half in 0..2 {
                     let channel = |i: usize| layout.channel(layout.word(register, i), half, k);
-                    let channels = (0..lanes).map(|i| channel(i).min(d) as u16);
+                    let channels = (0..lanes).map(|i| channel(i).min(d) as u32);
                     order.extend(channels);
                 }
             }
@@ -53,9 +53,9 @@ impl skeleton::KeyPlan for KeyPlan<'_> {
             group: usize::MAX,
             queries: vec![0.0; rows * stride],
             ordered: vec![0.0; rows * order],
-            // One more, so that there is a zero for what is no channel.
-            scale: vec![0.0; stride + 1],
-            zero: vec![0.0; stride + 1],
+            // More than there are channels, so that there is a zero for what is none.
+            scale: vec![0.0; (2 * order).max(stride) + 1],
+            zero: vec![0.0; stride],
             ordered_scale: vec![0.0; order],
             folded: vec![0; rows * order / 2],
             unit: [0.0; MAX_ROWS],
@@ -97,7 +97,7 @@ impl Keys for HalfKeys<'_> {
         let rows = self.queries.chunks_exact(tile_stride(self.plan.rows.head_dim));
         for (ordered, row) in self.ordered.chunks_exact_mut(order.len()).zip(rows) {
             // What is no channel meets a scale of zero.
-            ordered.iter_mut().zip(order).for_each(|(to, &c)| *to = row.get(usize::from(c)).copied().unwrap_or(0.0));
+            ordered.iter_mut().zip(order).for_each(|(to, &c)| *to = row.get(c as usize).copied().unwrap_or(0.0));
         }
     }
 
@@ -148,12 +148,15 @@ impl Kernel for Fold<'_, '_> {
             prefetch(s, row, next * row.len());
             row.widen(s, to);
         }
-        assert!(order.len() == ordered_scale.len() && scale.len() == stride + 1);
-        for (to, &channel) in ordered_scale.iter_mut().zip(order) {
-            // SAFETY: channels are at most the head dimension, which is at most `stride`.
-            *to = unsafe { *scale.get_unchecked(usize::from(channel)) };
+        match (plan.layout.bits, plan.layout.side) {
+            (1, 1) => arrange::<S, 1>(scale, ordered_scale),
+            (2, 1) => arrange::<S, 2>(scale, ordered_scale),
+            (3, 1) => arrange::<S, 3>(scale, ordered_scale),
+            (4, 1) => arrange::<S, 4>(scale, ordered_scale),
+            (_, 1) => arrange::<S, 8>(scale, ordered_scale),
+            _ => ordered_scale.iter_mut().zip(order).for_each(|(to, &channel)| *to = scale[channel as usize]),
         }
-        assert!(stride.is_multiple_of(S::LANES));
+        assert!(stride.is_multiple_of(S::LANES) && scale.len() > stride);
         // Times zero, a scale that is not finite becomes NaN, as the scores must; the integers would hide it.
         let mut none = s.splat(0.0);
         for c in (0..stride).step_by(S::LANES) {
@@ -188,7 +191,7 @@ impl Fold<'_, '_> {
         let (len, stride) = (plan.order.len(), tile_stride(plan.rows.head_dim));
         let (ordered, queries) = (&ordered[r * len..(r + R) * len], &queries[r * stride..(r + R) * stride]);
         let folded = &mut folded[r * len / 2..(r + R) * len / 2];
-        assert!(len.is_multiple_of(2 * S::LANES) && ordered_scale.len() == len && zero.len() > stride);
+        assert!(len.is_multiple_of(2 * S::LANES) && ordered_scale.len() == len && zero.len() == stride);
         let mut sum = [none; R];
         let (mut most, mut least) = ([s.splat(0.0); R], [s.splat(0.0); R]);
         let mut factor = [none; R];
@@ -231,6 +234,28 @@ impl Fold<'_, '_> {
                 }
             }
         }
+    }
+}
+
+/// Brings the channels of a row into the order of the halves, as [`KeyPlan::order`] says where rows do not lie side by side.
+/// Distances are constants, so that no index is loaded.
+#[inline(always)]
+fn arrange<S: Simd, const BITS: usize>(row: &[f32], to: &mut [f32]) {
+    let (parts, per_word) = (16 / BITS, 32 / BITS);
+    let registers = to.len() / (2 * parts * S::LANES);
+    assert!(row.len() >= registers * S::LANES * per_word && to.len() == registers * 2 * parts * S::LANES);
+    let (mut from, mut to) = (row.as_ptr(), to.as_mut_ptr());
+    for _ in 0..registers {
+        for k in 0..parts {
+            for half in 0..2 {
+                for i in 0..S::LANES {
+                    // SAFETY: `LANES` words of `per_word` channels are inside the row, and as many elements inside `to`.
+                    unsafe { *to.add(i) = *from.add(i * per_word + half * parts + k) }
+                }
+                to = to.wrapping_add(S::LANES);
+            }
+        }
+        from = from.wrapping_add(S::LANES * per_word);
     }
 }
 
@@ -328,7 +353,22 @@ impl Scores<'_> {
         }
         while t + T <= self.count {
             // SAFETY: as above.
-            let acc = unsafe { products::<S, BITS, R, T>(s, row, stride, queries, layout.registers()) };
+            let acc = unsafe {
+                if S::BLOCK >= 4 {
+                    products::<S, BITS, R, T>(s, row, stride, queries, layout.registers())
+                } else {
+                    // One by one: queries are operands from memory, and nothing is spilled.
+                    let mut acc = [[s.splat_i(0); T]; R];
+                    for j in 0..T {
+                        let row = row.wrapping_byte_add(j * stride);
+                        let one = products::<S, BITS, R, 1>(s, row, stride, queries, layout.registers());
+                        for i in 0..R {
+                            acc[i][j] = one[i][0];
+                        }
+                    }
+                    acc
+                }
+            };
             self.put_all(s, acc, r, t);
             t += T;
             row = row.wrapping_byte_add(T * stride);

@@ -548,8 +548,8 @@ impl WeightedSum<'_> {
                 *codes = halves::<S, BITS>(s, *codes, k + p);
             }
             for i in 0..R {
-                // SAFETY: `steps` steps of the row are inside the pairs, or the operands.
                 let weight = weights[i].wrapping_add(at);
+                // SAFETY: `steps` steps of the row are inside the pairs, or the operands.
                 let weight = unsafe { if ALONE { s.splat_i(*weight) } else { s.load_i(weight) } };
                 for p in 0..P {
                     acc[i][p] = s.dot_halves(acc[i][p], codes[p], weight);

@@ -121,7 +121,8 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn shift_right(self, x: __m256i, by: u32) -> __m256i {
-        unsafe { _mm256_srlv_epi32(x, _mm256_set1_epi32(by as i32)) }
+        // Below 32, which the compiler must know: else it makes sure that larger shifts give zeros.
+        unsafe { _mm256_srlv_epi32(x, _mm256_set1_epi32((by & 31) as i32)) }
     }
     #[inline(always)]
     fn permute(self, x: __m256i, index: __m256i) -> __m256i {

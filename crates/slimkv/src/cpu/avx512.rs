@@ -133,7 +133,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     fn shift_right(self, x: __m512i, by: u32) -> __m512i {
-        unsafe { _mm512_srlv_epi32(x, _mm512_set1_epi32(by as i32)) }
+        unsafe { _mm512_srlv_epi32(x, _mm512_set1_epi32((by & 31) as i32)) }
     }
     #[inline(always)]
     fn permute(self, x: __m512i, index: __m512i) -> __m512i {

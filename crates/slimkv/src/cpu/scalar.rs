@@ -129,7 +129,7 @@ impl Simd for Scalar {
     }
     #[inline(always)]
     fn shift_right(self, x: [i32; N], by: u32) -> [i32; N] {
-        x.map(|x| (x as u32 >> by) as i32)
+        x.map(|x| (x as u32 >> (by & 31)) as i32)
     }
     #[inline(always)]
     fn permute(self, x: [i32; N], index: [i32; N]) -> [i32; N] {

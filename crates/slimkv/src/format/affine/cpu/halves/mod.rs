@@ -153,6 +153,5 @@ impl<'a> Tiles<'a> {
 #[inline(always)]
 fn halves<S: Simd, const BITS: usize>(s: S, words: S::I, k: usize) -> S::I {
     let mask = s.splat_i(((1 << BITS) - 1) * 0x0001_0001);
-    let moved = if k == 0 { words } else { s.shift_right(words, (k * BITS) as u32) };
-    s.and(moved, mask)
+    s.and(s.shift_right(words, (k * BITS) as u32), mask)
 }

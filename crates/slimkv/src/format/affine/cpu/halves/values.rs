@@ -77,9 +77,10 @@ impl<'a> ValuePlan<'a> {
         self.maps.chunks(self.layout.lanes).all(|of| of.iter().all(|g| *g == of[0]))
     }
 
-    /// Steps in which a block's pairs of tokens are taken.
+    /// Registers from the weights of one map to those of the next: as many as there are steps in a block, and a few more so
+    /// that the rows of weights, which are read in step, do not lie a page apart.
     fn steps(&self) -> usize {
-        BLOCK / 2 / self.layout.side
+        BLOCK / 2 / self.layout.side + 3
     }
 }
 

@@ -6,7 +6,8 @@
 //! below what f16 output can show. Zero points are separate dot products in f32.
 //!
 //! Keys that share parameters among tokens and values that share them among channels are served, in groups of a multiple
-//! of 16; everything else, and f32 output, takes the tiles of f32.
+//! of 16. The rest takes 16-bit [halves](super::halves), which need more instructions but no more than the trait of every
+//! instruction set; f32 output takes the tiles of f32.
 
 mod keys;
 mod lanes;

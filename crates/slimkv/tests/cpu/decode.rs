@@ -79,6 +79,20 @@ fn every_size_of_a_query_group() {
 }
 
 #[test]
+fn long_rows_of_the_largest_codes() {
+    let d = 2048;
+    let key = |i: usize| if i / d % 2 == 0 { 0.0f32 } else { 1.0 / d as f32 };
+    let keys: Vec<f32> = (0..64 * d).map(key).collect();
+    let keys = Tensor::from_slice(&keys, &[1, 1, 64, d], &slimkv::Device::cpu()).unwrap();
+    let q = Tensor::from_slice(&vec![1.0f32; d], &[1, 1, 1, d], &slimkv::Device::cpu()).unwrap();
+    for isa in Isa::here() {
+        let values = Random::new(1).tensor(&[1, 1, 64, d], DType::F32);
+        let (k, v) = (Store::kivi(8, Axis::Tokens).rows(&keys), Store::kivi(8, Axis::Channels).rows(&values));
+        check(isa, &q, &[Segment::full(k, v, 1)], options(d, false, 0, DType::F16), "the largest codes");
+    }
+}
+
+#[test]
 fn huge_logits() {
     for isa in Isa::here() {
         for (keys, values) in [

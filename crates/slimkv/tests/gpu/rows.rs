@@ -146,7 +146,9 @@ pub fn rows_are_quantised_bit_for_bit(device: &Device) {
     let mut random = Random(2);
     for axis in [Axis::Tokens, Axis::Channels] {
         for bits in bits::WIDTHS {
-            for (packed, head_dim, group) in [(true, 64, 32), (true, 50, 8), (false, 64, 16), (false, 7, 4)] {
+            for (packed, head_dim, group) in
+                [(true, 64, 32), (true, 64, 4), (true, 50, 8), (false, 64, 16), (false, 7, 4)]
+            {
                 let params = if head_dim == 64 { DType::F16 } else { DType::F32 };
                 let dtype = FLOATS[random.below(3)];
                 let source = plain(with_specials(&mut random, dtype, &[2, 2, 50, head_dim]));

@@ -1,7 +1,8 @@
 //! Group-affine rows as matrix operands: codes are masked into place, scales and zero points go around them.
 //!
 //! Keys: the scale of a channel multiplies the query, once for a tile, since a tile lies in one group of tokens; the zero
-//! points of a group are one product with the query. Values: the scale of a token multiplies its weight where the channels of
+//! points of a group are one product with the query, and the scales another, which tells how far rounding moved the scaled
+//! query. Values: the scale of a token multiplies its weight where the channels of
 //! a chunk share it, else the codes; the zero points are one product of 16 tokens with the weights, a row for each group.
 
 use cubecl::prelude::barrier::{copy_async, copy_async_checked};

@@ -1,5 +1,4 @@
-//! The sides of any format that decodes to f32 tiles: exact, and the way of the instruction sets and formats that have no
-//! faster one.
+//! The sides of any format that decodes to f32 tiles: exact, and the way of the formats and shapes that have no faster one.
 
 use std::ops::Range;
 

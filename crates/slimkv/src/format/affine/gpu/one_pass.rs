@@ -24,8 +24,8 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// `None` where groups do not divide into blocks; the kernels of [`quantize`](super::quantize) read twice, but anything.
-    pub(super) fn new(shape: &Shape) -> Option<Self> {
+    /// `None` where groups do not divide into blocks, or shared memory cannot hold their extremes; the kernels of [`quantize`](super::quantize) read twice, but anything.
+    pub(super) fn new(shape: &Shape, shared_bytes: usize) -> Option<Self> {
         let width = shape.per_word.max(BLOCK as u32);
         let tokens = (KEPT / width).max(1);
         let of_group = if shape.by_token { tokens } else { width };
@@ -35,9 +35,19 @@ impl Blocks {
             && width.is_multiple_of(BLOCK as u32)
             && shape.group.is_multiple_of(of_group)
             && (shape.by_token || shape.head_dim.is_multiple_of(shape.group));
-        // Few enough units that their extremes fit the smallest shared memory there is.
         let units = 2048 / width.max(16);
-        (whole && parts.is_power_of_two() && parts <= 32).then_some(Blocks { width, tokens, parts, units })
+        let blocks = Blocks { width, tokens, parts, units };
+        (whole && parts.is_power_of_two() && parts <= 32 && blocks.bytes(shape) <= shared_bytes).then_some(blocks)
+    }
+
+    /// Shared memory of a cube.
+    fn bytes(self, shape: &Shape) -> usize {
+        let floats = if shape.by_token {
+            2 * self.units * (self.width + 1) + 2 * self.units / self.parts * self.width
+        } else {
+            2 * self.units * self.tokens
+        };
+        floats as usize * 4
     }
 
     /// Cubes for some groups of tokens or rows of every matrix.
@@ -149,16 +159,16 @@ impl Kept {
     }
 }
 
-/// Reciprocals of scales, and whether one is too small to have any.
+/// Reciprocals of scales, and whether one is so small or so large that it has none.
 #[cube]
 fn invert(scale: &Array<f32>, inverse: &mut Array<f32>, #[comptime] count: usize) -> bool {
-    let mut tiny = false;
+    let mut extreme = false;
     #[unroll]
     for i in 0..count {
-        tiny = tiny || scale[i] < 1e-30f32;
+        extreme = extreme || !(scale[i] >= 1e-30f32 && scale[i] <= 1e30f32);
         inverse[i] = 1.0f32 / scale[i];
     }
-    tiny
+    extreme
 }
 
 /// Keys: a unit is a block of channels of some tokens of a group.
@@ -272,8 +282,8 @@ pub(super) fn one_pass_tokens<Q: Numeric, N: Size>(
         scale[c] = scale_of_channel[at];
         zero[c] = zero_of_channel[at];
     }
-    let tiny = invert(&scale, &mut inverse, width);
-    let exact = tiny || !kept.finite;
+    let extreme = invert(&scale, &mut inverse, width);
+    let exact = extreme || !kept.finite;
     #[unroll]
     for t in 0..comptime!(blocks.tokens as usize) {
         let token = own + comptime!(t as u32);
@@ -370,8 +380,8 @@ pub(super) fn one_pass_channels<Q: Numeric, N: Size>(
                 scales[at as usize] = stored::<Q>(scale[0], dtype);
                 zeros[at as usize] = stored::<Q>(zero[0], dtype);
             }
-            let tiny = invert(&scale, &mut inverse, 1usize);
-            let exact = tiny || !kept.finite;
+            let extreme = invert(&scale, &mut inverse, 1usize);
+            let exact = extreme || !kept.finite;
             let mut words = Array::<u32>::new(comptime!((blocks.width / shape.per_word) as usize));
             kept.words(&scale, &zero, &inverse, levels, exact, &mut words, t, shape, blocks);
             let at = ((target + token) * comptime!(shape.words) + channel / comptime!(shape.per_word)) as usize;

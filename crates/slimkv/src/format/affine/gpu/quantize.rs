@@ -1,6 +1,7 @@
 //! Quantising in kernels, bit for bit as [`oracle`](super::super::oracle) does it.
 //!
-//! Where groups divide evenly, [`one_pass`](super::one_pass) does it. These kernels do it for any shape: a unit owns the codes of one word for a whole group of tokens, or one group of channels of one row: it reads its
+//! Where groups divide evenly into blocks, [`one_pass`](super::one_pass) does it. These kernels do it for any shape, reading twice.
+//! A unit owns the codes of one word for a whole group of tokens, or one group of channels of one row: it reads its
 //! elements once for the extremes and once, from the cache, for the codes.
 
 use cubecl::prelude::*;
@@ -105,7 +106,8 @@ impl Quantize {
         let (rows, columns) =
             if by_token { (work.rows.div_ceil(self.group), words) } else { (work.rows, head_dim.div_ceil(span)) };
         let width = from.layout.widths.0;
-        if let Some(blocks) = Blocks::new(&shape).filter(|_| !bytes && width > 1) {
+        let shared = client.properties().hardware.max_shared_memory_size;
+        if let Some(blocks) = Blocks::new(&shape, shared).filter(|_| !bytes && width > 1) {
             let matrices = work.batch * work.heads;
             let launch = match (to.dtype.size(), by_token) {
                 (2, true) => one_pass_tokens::launch_unchecked::<u16, R> as OnePass<R>,

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Layout, Rows, halves, quantizer};
+use super::{LARGEST, Layout, Rows, halves, quantizer};
 use crate::attend::decode::MAX_ROWS;
 use crate::attend::decode::cpu::{self as skeleton, BLOCK, Block, Keys, Queries};
 use crate::cpu::floats::Floats;
@@ -23,9 +23,14 @@ pub(crate) struct KeyPlan<'a> {
 }
 
 impl<'a> KeyPlan<'a> {
-    /// `None` where channels share the parameters of keys.
+    /// `None` where channels share the parameters of keys, or where rows are so long that a sum might not fit 32 bits.
     pub fn new(isa: Isa, rows: Tiles<'a>) -> Option<Self> {
         let layout = Layout::new(isa, &rows);
+        let terms = layout.registers().checked_mul(layout.per_word())?;
+        let largest = terms.checked_mul(((1 << layout.bits) - 1) * LARGEST as usize)?;
+        if rows.axis != Axis::Tokens || largest > i32::MAX as usize {
+            return None;
+        }
         let (lanes, d) = (layout.lanes, rows.head_dim);
         let mut order = Vec::with_capacity(layout.registers() * layout.parts() * 2 * lanes);
         for register in 0..layout.registers() {
@@ -39,7 +44,7 @@ impl<'a> KeyPlan<'a> {
         }
         let mask = |row: usize| (0..lanes).map(move |i| if i / layout.words == row { -1 } else { 0 });
         let masks = (0..layout.side).flat_map(mask).collect();
-        (rows.axis == Axis::Tokens).then_some(KeyPlan { isa, rows, layout, order, masks })
+        Some(KeyPlan { isa, rows, layout, order, masks })
     }
 }
 

@@ -29,7 +29,8 @@ const LARGEST: f32 = 32767.0;
 /// The factor that maps `peak` to [`LARGEST`], and its inverse.
 #[inline(always)]
 fn quantizer(peak: f32) -> (f32, f32) {
-    if peak > 0.0 { (LARGEST / peak, peak / LARGEST) } else { (0.0, 0.0) }
+    // Below that the factor would be infinite, and nothing would be lost.
+    if peak > 1e-30 { (LARGEST / peak, peak / LARGEST) } else { (0.0, 0.0) }
 }
 
 /// How the codes of a row lie in words.

@@ -39,6 +39,11 @@ impl<'a> ValuePlan<'a> {
         let (lanes, d) = (layout.lanes, rows.head_dim);
         let groups = d.div_ceil(rows.group);
         let padded = groups.next_power_of_two();
+        // Registers of halves are taken together where they are in the same groups; three-bit ones are taken one by one.
+        let together = layout.bits == 3 || groups == 1 || rows.group.is_multiple_of(layout.per_word());
+        if rows.axis != Axis::Channels || padded > 4 * lanes || !together {
+            return None;
+        }
         let (mut maps, mut map_of): (Vec<Vec<usize>>, _) = (Vec::new(), Vec::new());
         let mut places = vec![(0, 0); d];
         for register in 0..layout.registers() {
@@ -61,10 +66,7 @@ impl<'a> ValuePlan<'a> {
             }
         }
         let plan = ValuePlan { isa, rows, layout, groups, padded, maps: maps.concat(), map_of, places };
-        // Registers of halves are taken together where they are in the same groups; three-bit ones are taken one by one.
-        let together = layout.bits == 3 || groups == 1 || rows.group.is_multiple_of(layout.per_word());
-        let served = rows.axis == Axis::Channels && padded <= 4 * lanes && together;
-        (served && (plan.alone() || padded * layout.side <= lanes)).then_some(plan)
+        (plan.alone() || padded * layout.side <= lanes).then_some(plan)
     }
 
     /// Registers after which the groups of the elements of parameters repeat.
@@ -284,7 +286,8 @@ impl Weigh<'_, '_> {
                 // SAFETY: `i + LANES <= used`, and the weights end a register after the last token.
                 let product = unsafe {
                     let weight = s.permute_f(s.load(most.as_ptr().add(i / padded)), token_of);
-                    s.mul(s.load(scale.as_ptr().add(i)), weight)
+                    // What is not finite reaches the rows that see it through the offsets, and no other.
+                    s.finite_or(s.mul(s.load(scale.as_ptr().add(i)), weight), s.splat(0.0))
                 };
                 high = s.max(product, high);
                 low = s.min(product, low);
@@ -370,7 +373,7 @@ impl Weigh<'_, '_> {
                     ([a.0, b.0], [a.1, b.1])
                 };
                 for j in 0..R {
-                    let weights = self.weights.0[r + j].as_ptr();
+                    let weights = self.weights.0.as_ptr().cast::<f32>().wrapping_add((r + j) * BLOCK);
                     let mut rounded = [s.splat_i(0); 2];
                     for side in 0..2 {
                         // SAFETY: `half + t < BLOCK`, and a row of weights follows the last.

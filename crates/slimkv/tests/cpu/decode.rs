@@ -81,7 +81,7 @@ fn every_size_of_a_query_group() {
 #[test]
 fn long_rows_of_the_largest_codes() {
     let d = 2048;
-    let key = |i: usize| if i / d % 2 == 0 { 0.0f32 } else { 1.0 / d as f32 };
+    let key = |i: usize| if (i / d).is_multiple_of(2) { 0.0f32 } else { 1.0 / d as f32 };
     let keys: Vec<f32> = (0..64 * d).map(key).collect();
     let keys = Tensor::from_slice(&keys, &[1, 1, 64, d], &slimkv::Device::cpu()).unwrap();
     let q = Tensor::from_slice(&vec![1.0f32; d], &[1, 1, 1, d], &slimkv::Device::cpu()).unwrap();

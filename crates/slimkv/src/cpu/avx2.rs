@@ -180,7 +180,11 @@ impl Simd for Avx2 {
     fn sum4(self, x: [__m256; 4]) -> [f32; 4] {
         unsafe {
             let [a, b, c, d] = x;
-            let lanes = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+            // On Zen 3 a `hadd` takes two cycles, its shuffles and its addition by themselves one.
+            let ab = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)));
+            let cd = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d)));
+            let (straight, crossed) = (_mm256_blend_pd::<0b1010>(ab, cd), _mm256_shuffle_pd::<0b0101>(ab, cd));
+            let lanes = _mm256_add_ps(_mm256_castpd_ps(straight), _mm256_castpd_ps(crossed));
             let mut sums = [0.0; 4];
             let sum = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes));
             _mm_storeu_ps(sums.as_mut_ptr(), sum);

@@ -4,6 +4,7 @@
 //! and runs the right one. The instruction set is chosen at the entry of an operation, by [`isa`], and passed down as a
 //! value, so that one call never mixes two of them.
 
+mod aligned;
 pub(crate) mod floats;
 pub(crate) mod math;
 pub mod roofline;
@@ -25,6 +26,7 @@ pub(crate) mod product;
 use std::cell::Cell;
 use std::sync::OnceLock;
 
+pub(crate) use aligned::Aligned;
 pub(crate) use simd::{Kernel, Simd};
 pub(crate) use worker::Worker;
 

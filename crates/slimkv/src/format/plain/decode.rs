@@ -9,7 +9,7 @@ use super::Plain;
 use crate::FloatElement;
 use crate::attend::decode::MAX_ROWS;
 use crate::attend::decode::cpu::{BLOCK, Block, KeyPlan, Keys, Queries, ValuePlan, Values};
-use crate::cpu::{Kernel, Simd, Worker};
+use crate::cpu::{Aligned, Kernel, Simd, Worker};
 use crate::dtype::with_float;
 use crate::format::decode_cpu::{TILE_ALIGN, tile_stride};
 
@@ -88,8 +88,9 @@ impl Plain {
 pub(crate) struct PlainPlan<'a>(pub &'a Plain);
 
 impl KeyPlan for PlainPlan<'_> {
-    fn keys<'a>(&'a self, _: usize) -> Box<dyn Keys + 'a> {
-        Box::new(PlainKeys { keys: self.0, matrix: 0, rows: 0, queries: Vec::new() })
+    fn keys<'a>(&'a self, rows: usize) -> Box<dyn Keys + 'a> {
+        let queries = Aligned::zeros(rows * tile_stride(self.0.shape().head_dim));
+        Box::new(PlainKeys { keys: self.0, matrix: 0, rows, queries })
     }
 }
 
@@ -98,13 +99,13 @@ struct PlainKeys<'a> {
     keys: &'a Plain,
     matrix: usize,
     rows: usize,
-    queries: Vec<f32>,
+    queries: Aligned<f32>,
 }
 
 impl Keys for PlainKeys<'_> {
     fn prepare(&mut self, matrix: usize, queries: &Queries) {
-        (self.matrix, self.rows) = (matrix, queries.rows);
-        self.queries.clone_from(&queries.data);
+        self.matrix = matrix;
+        self.queries.copy_from_slice(&queries.data);
     }
 
     fn scores(&mut self, worker: &Worker, tokens: Range<usize>, scores: &mut Block) {
@@ -163,13 +164,11 @@ impl<E: Widen> Dots<'_, E> {
         // Past the last token comes the last one again: nobody reads its scores.
         let mut keys = [self.keys.as_ptr(); T];
         for (i, keys) in keys.iter_mut().enumerate() {
-            // SAFETY: there are `tokens` rows of `d` elements.
-            *keys = unsafe { keys.add((token + i).min(tokens - 1) * d) };
+            *keys = keys.wrapping_add((token + i).min(tokens - 1).wrapping_mul(d));
         }
         let mut queries = [self.queries.as_ptr(); R];
         for (i, queries) in queries.iter_mut().enumerate() {
-            // SAFETY: there are `r + R` rows of `stride` elements.
-            *queries = unsafe { queries.add((r + i) * stride) };
+            *queries = queries.wrapping_add((r + i).wrapping_mul(stride));
         }
         let mut acc = [[s.splat(0.0); T]; R];
         for c in (0..whole).step_by(S::LANES) {
@@ -217,7 +216,7 @@ impl<E: Widen> Dots<'_, E> {
 
 impl ValuePlan for PlainPlan<'_> {
     fn values<'a>(&'a self, rows: usize) -> Box<dyn Values + 'a> {
-        let sums = vec![0.0; rows * tile_stride(self.0.shape().head_dim)];
+        let sums = Aligned::zeros(rows * tile_stride(self.0.shape().head_dim));
         Box::new(PlainValues { values: self.0, matrix: 0, rows, sums })
     }
 }
@@ -227,7 +226,7 @@ struct PlainValues<'a> {
     values: &'a Plain,
     matrix: usize,
     rows: usize,
-    sums: Vec<f32>,
+    sums: Aligned<f32>,
 }
 
 impl Values for PlainValues<'_> {
@@ -330,13 +329,12 @@ impl<T: Widen> WeightedSum<'_, T> {
         let mut acc = [[s.splat(0.0); V]; R];
         // Pointers that step, so that no index is computed (and checked) in between.
         let mut from = self.values.as_ptr().wrapping_add(tile.start * d + c);
-        let mut weights = [std::ptr::null::<f32>(); R];
-        for (i, weights) in weights.iter_mut().enumerate() {
-            *weights = self.weights.0[r + i][tile.clone()].as_ptr();
-        }
+        let mut weights = self.weights.0.as_ptr().cast::<f32>().wrapping_add(r * BLOCK + tile.start);
+        let mut next = self.values.as_ptr().wrapping_add(tile.end * d + c * TILE);
         for _ in tile.clone() {
             // Its part of the next tile.
-            prefetch(s, from.wrapping_add(TILE * d), channels);
+            prefetch(s, next, channels);
+            next = next.wrapping_add(channels);
             let mut value = [s.splat(0.0); V];
             for j in 0..V {
                 // SAFETY: the row has `d` elements, of which those of a whole vector, or `d - c`, are left at `c`.
@@ -345,13 +343,13 @@ impl<T: Widen> WeightedSum<'_, T> {
             }
             from = from.wrapping_add(d);
             for i in 0..R {
-                // SAFETY: a row of weights has as many elements as the tile has tokens.
-                let weight = s.splat(unsafe { *weights[i] });
-                weights[i] = weights[i].wrapping_add(1);
+                // SAFETY: rows `r..r + R` of the block have a weight for each token of the tile.
+                let weight = s.splat(unsafe { *weights.wrapping_add(i * BLOCK) });
                 for j in 0..V {
                     acc[i][j] = s.fma(weight, value[j], acc[i][j]);
                 }
             }
+            weights = weights.wrapping_add(1);
         }
         for i in 0..R {
             let (keep, factor) = (s.splat(self.keep[r + i]), s.splat(self.factor[r + i]));

@@ -6,7 +6,7 @@ use super::{LARGEST, Layout, Rows, halves, quantizer};
 use crate::attend::decode::MAX_ROWS;
 use crate::attend::decode::cpu::{self as skeleton, BLOCK, Block, Keys, Queries};
 use crate::cpu::floats::Floats;
-use crate::cpu::{Isa, Kernel, Simd, Worker};
+use crate::cpu::{Aligned, Isa, Kernel, Simd, Worker};
 use crate::format::affine::Axis;
 use crate::format::affine::cpu::Tiles;
 use crate::format::decode_cpu::tile_stride;
@@ -56,13 +56,13 @@ impl skeleton::KeyPlan for KeyPlan<'_> {
             matrix: 0,
             rows,
             group: usize::MAX,
-            queries: vec![0.0; rows * stride],
-            ordered: vec![0.0; rows * order],
+            queries: Aligned::zeros(rows * stride),
+            ordered: Aligned::zeros(rows * order),
             // More than there are channels, so that there is a zero for what is none.
-            scale: vec![0.0; (2 * order).max(stride) + 1],
-            zero: vec![0.0; stride],
-            ordered_scale: vec![0.0; order],
-            folded: vec![0; rows * order / 2],
+            scale: Aligned::zeros((2 * order).max(stride) + 1),
+            zero: Aligned::zeros(stride),
+            ordered_scale: Aligned::zeros(order),
+            folded: Aligned::zeros(rows * order / 2),
             unit: [0.0; MAX_ROWS],
             offset: [0.0; MAX_ROWS],
             scratch: Vec::new(),
@@ -78,14 +78,14 @@ struct HalfKeys<'a> {
     /// The group of tokens whose parameters are folded in.
     group: usize,
     /// Query rows.
-    queries: Vec<f32>,
+    queries: Aligned<f32>,
     /// Query rows in the order of the halves.
-    ordered: Vec<f32>,
-    scale: Vec<f32>,
-    zero: Vec<f32>,
-    ordered_scale: Vec<f32>,
+    ordered: Aligned<f32>,
+    scale: Aligned<f32>,
+    zero: Aligned<f32>,
+    ordered_scale: Aligned<f32>,
     /// Queries times scales in 16 bits: for each row the registers that those of the codes meet.
-    folded: Vec<i32>,
+    folded: Aligned<i32>,
     /// What one unit of a row is worth.
     unit: [f32; MAX_ROWS],
     /// Query times zero points.
@@ -146,7 +146,7 @@ impl Kernel for Fold<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
         let HalfKeys { plan, matrix, scale, zero, ordered_scale, .. } = &mut *self.keys;
-        let (rows, order, stride) = (&plan.rows, &plan.order, tile_stride(plan.rows.head_dim));
+        let (rows, order) = (&plan.rows, &plan.order);
         let next = BLOCK.div_ceil(rows.group);
         for (params, to) in [(rows.scale, &mut *scale), (rows.zero, &mut *zero)] {
             let row = rows.param_row(params, *matrix, self.group);
@@ -161,26 +161,19 @@ impl Kernel for Fold<'_, '_> {
             (_, 1) => arrange::<S, 8>(scale, ordered_scale),
             _ => ordered_scale.iter_mut().zip(order).for_each(|(to, &channel)| *to = scale[channel as usize]),
         }
-        assert!(stride.is_multiple_of(S::LANES) && scale.len() > stride);
-        // Times zero, a scale that is not finite becomes NaN, as the scores must; the integers would hide it.
-        let mut none = s.splat(0.0);
-        for c in (0..stride).step_by(S::LANES) {
-            // SAFETY: `c + LANES <= stride`.
-            none = s.fma(unsafe { s.load(scale.as_ptr().add(c)) }, s.splat(0.0), none);
-        }
         let mut r = 0;
         while r < self.keys.rows {
             match self.keys.rows - r {
                 4.. => {
-                    self.rows_at::<S, 4>(s, r, none);
+                    self.rows_at::<S, 4>(s, r);
                     r += 4;
                 }
                 2.. => {
-                    self.rows_at::<S, 2>(s, r, none);
+                    self.rows_at::<S, 2>(s, r);
                     r += 2;
                 }
                 _ => {
-                    self.rows_at::<S, 1>(s, r, none);
+                    self.rows_at::<S, 1>(s, r);
                     r += 1;
                 }
             }
@@ -189,39 +182,37 @@ impl Kernel for Fold<'_, '_> {
 }
 
 impl Fold<'_, '_> {
-    /// `R` rows together, so that none waits for its own sums. `none` is what the sums with the zero points start from.
+    /// `R` rows together, so that none waits for its own sums.
     #[inline(always)]
-    fn rows_at<S: Simd, const R: usize>(&mut self, s: S, r: usize, none: S::F) {
-        let HalfKeys { plan, queries, ordered, zero, ordered_scale, folded, unit, offset, .. } = &mut *self.keys;
+    fn rows_at<S: Simd, const R: usize>(&mut self, s: S, r: usize) {
+        let HalfKeys { plan, queries, ordered, scale, zero, ordered_scale, folded, unit, offset, .. } = &mut *self.keys;
         let (len, stride) = (plan.order.len(), tile_stride(plan.rows.head_dim));
         let (ordered, queries) = (&ordered[r * len..(r + R) * len], &queries[r * stride..(r + R) * stride]);
         let folded = &mut folded[r * len / 2..(r + R) * len / 2];
         assert!(len.is_multiple_of(2 * S::LANES) && ordered_scale.len() == len && zero.len() == stride);
-        let mut sum = [none; R];
+        assert!(stride.is_multiple_of(S::LANES) && scale.len() >= stride);
+        let (mut none, mut sum) = (s.splat(0.0), [s.splat(0.0); R]);
         let (mut most, mut least) = ([s.splat(0.0); R], [s.splat(0.0); R]);
-        let mut factor = [none; R];
+        let mut factor = [s.splat(0.0); R];
         // SAFETY: every access is to `LANES` elements of a row, whose length is a multiple of that.
         unsafe {
+            // Channels as they lie: the scales in order are still on their way to memory.
             for c in (0..stride).step_by(S::LANES) {
-                let zero = s.load(zero.as_ptr().add(c));
-                let mut query = queries.as_ptr().wrapping_add(c);
+                let (scale, zero) = (s.load(scale.as_ptr().add(c)), s.load(zero.as_ptr().add(c)));
+                // Times zero, a scale that is not finite becomes NaN, as the scores must; the integers would hide it.
+                none = s.fma(scale, s.splat(0.0), none);
+                let mut from = queries.as_ptr().wrapping_add(c);
                 for i in 0..R {
-                    sum[i] = s.fma(s.load(query), zero, sum[i]);
-                    query = query.wrapping_add(stride);
-                }
-            }
-            for c in (0..len).step_by(S::LANES) {
-                let scale = s.load(ordered_scale.as_ptr().add(c));
-                let mut query = ordered.as_ptr().wrapping_add(c);
-                for i in 0..R {
-                    let product = s.mul(s.load(query), scale);
-                    query = query.wrapping_add(len);
+                    let query = s.load(from);
+                    from = from.wrapping_add(stride);
+                    sum[i] = s.fma(query, zero, sum[i]);
+                    let product = s.mul(query, scale);
                     most[i] = s.max(product, most[i]);
                     least[i] = s.min(product, least[i]);
                 }
             }
             for i in 0..R {
-                offset[r + i] = s.sum(sum[i]);
+                offset[r + i] = s.sum(s.add(sum[i], none));
                 let (to_integer, of_one) = quantizer(s.max_lane(s.max(most[i], s.sub(s.splat(0.0), least[i]))));
                 unit[r + i] = of_one;
                 factor[i] = s.splat(to_integer);
@@ -487,14 +478,16 @@ unsafe fn products<S: Simd, const BITS: usize, const R: usize, const T: usize>(
     let mut rows = [row; T];
     for j in 0..T {
         rows[j] = row.wrapping_byte_add(j * stride);
-        s.prefetch(rows[j].cast::<u8>().wrapping_add(BLOCK * stride));
     }
+    let next = BLOCK * stride;
     let (mut word, mut at) = (0usize, 0usize);
     for _ in 0..registers {
         let mut words = [s.splat_i(0); T];
         for j in 0..T {
+            let from = rows[j].wrapping_add(word);
+            s.prefetch(from.cast::<u8>().wrapping_add(next));
             // SAFETY: the caller's.
-            words[j] = unsafe { s.load_i(rows[j].wrapping_add(word)) };
+            words[j] = unsafe { s.load_i(from) };
             if BITS == 3 {
                 words[j] = s.low_halves(words[j], s.shift_right(words[j], 15));
             }

@@ -9,7 +9,7 @@ use super::keys::prefetch;
 use super::{Layout, Rows, halves, quantizer};
 use crate::attend::decode::MAX_ROWS;
 use crate::attend::decode::cpu::{self as skeleton, BLOCK, Block, Values};
-use crate::cpu::{Isa, Kernel, Simd, Worker};
+use crate::cpu::{Aligned, Isa, Kernel, Simd, Worker};
 use crate::format::affine::Axis;
 use crate::format::affine::cpu::Tiles;
 
@@ -94,21 +94,23 @@ impl skeleton::ValuePlan for ValuePlan<'_> {
         let steps = if alone { 0 } else { lanes / self.padded / side };
         let of_step = |map: &'a [usize], step: usize| map.iter().map(move |g| (g + step * side * self.padded) as i32);
         let index = self.maps.chunks(lanes).flat_map(|map| (0..steps).flat_map(move |step| of_step(map, step)));
+        let places = (0..maps).flat_map(|map| (0..steps).map(move |step| (map * self.steps() + step) * lanes));
         Box::new(HalfValues {
             plan: self,
             matrix: 0,
             rows,
             alone,
-            scale: vec![0.0; params],
-            zero: vec![0.0; params],
+            scale: Aligned::zeros(params),
+            zero: Aligned::zeros(params),
             narrow: vec![0.0; BLOCK * self.groups],
             most: vec![0.0; BLOCK + lanes],
             unit: vec![0.0; self.padded],
-            pairs: vec![0; if alone { rows * params / 2 } else { 0 }],
-            operands: vec![0; if alone { 0 } else { rows * maps * self.steps() * lanes }],
+            pairs: Aligned::zeros(if alone { rows * params / 2 } else { 0 }),
+            operands: Aligned::zeros(if alone { 0 } else { rows * maps * self.steps() * lanes }),
             index: index.collect(),
+            places: places.collect(),
             token_of: (0..lanes).map(|i| (i / self.padded) as i32).collect(),
-            sums: vec![0.0; rows * self.map_of.len() * lanes],
+            sums: Aligned::zeros(rows * self.map_of.len() * lanes),
             offsets: vec![0.0; rows * self.period() * lanes],
             scratch: Vec::new(),
         })
@@ -123,8 +125,8 @@ struct HalfValues<'a> {
     /// Whether weights are broadcast one by one, not laid out for whole registers.
     alone: bool,
     /// `[tokens, padded groups]`, like the zero points.
-    scale: Vec<f32>,
-    zero: Vec<f32>,
+    scale: Aligned<f32>,
+    zero: Aligned<f32>,
     /// Parameters as they are stored, where groups are padded.
     narrow: Vec<f32>,
     /// The largest weight of each token.
@@ -132,15 +134,17 @@ struct HalfValues<'a> {
     /// What one unit of a group is worth.
     unit: Vec<f32>,
     /// `[rows, pairs of tokens, padded groups]`: weights times scales, in 16 bits.
-    pairs: Vec<i32>,
+    pairs: Aligned<i32>,
     /// `[rows, maps, steps]` registers: the same, laid out.
-    operands: Vec<i32>,
+    operands: Aligned<i32>,
     /// `[maps, steps of a register of parameters]` registers: where in that each element finds its weights.
     index: Vec<i32>,
+    /// `[maps, steps of a register of parameters]`: where the operands of each go, from those of the first on.
+    places: Vec<usize>,
     /// The token of each element of a register of parameters, counted from that of the first.
     token_of: Vec<i32>,
     /// `[rows, registers of halves]` registers.
-    sums: Vec<f32>,
+    sums: Aligned<f32>,
     /// Weighted zero points: for each row registers of tokens and groups.
     offsets: Vec<f32>,
     scratch: Vec<u8>,
@@ -217,11 +221,14 @@ impl Kernel for Weigh<'_, '_> {
         let finite = self.load_params(s);
         self.largest_weights(s);
         let factors = self.quantizers(s);
-        match (finite, self.values.alone) {
-            (true, true) => self.quantize::<S, true, true>(s, &factors),
-            (true, false) => self.quantize::<S, true, false>(s, &factors),
-            (false, true) => self.quantize::<S, false, true>(s, &factors),
-            (false, false) => self.quantize::<S, false, false>(s, &factors),
+        match (finite, self.values.alone, self.values.places.len()) {
+            (true, true, _) => self.quantize::<S, true, true, 0>(s, &factors),
+            (true, false, 1) => self.quantize::<S, true, false, 1>(s, &factors),
+            (true, false, 2) => self.quantize::<S, true, false, 2>(s, &factors),
+            (true, false, 4) => self.quantize::<S, true, false, 4>(s, &factors),
+            (true, false, _) => self.quantize::<S, true, false, 0>(s, &factors),
+            (false, true, _) => self.quantize::<S, false, true, 0>(s, &factors),
+            (false, false, _) => self.quantize::<S, false, false, 0>(s, &factors),
         }
     }
 }
@@ -282,13 +289,15 @@ impl Weigh<'_, '_> {
         let mut peaks = [[0.0f32; 16]; 4];
         for (p, peaks) in peaks.iter_mut().enumerate().take(period) {
             let (mut high, mut low) = (s.splat(0.0), s.splat(0.0));
+            let mut weights = most.as_ptr();
             for i in (p * S::LANES..used).step_by(period * S::LANES) {
                 // SAFETY: `i + LANES <= used`, and the weights end a register after the last token.
                 let product = unsafe {
-                    let weight = s.permute_f(s.load(most.as_ptr().add(i / padded)), token_of);
+                    let weight = s.permute_f(s.load(weights), token_of);
                     // What is not finite reaches the rows that see it through the offsets, and no other.
                     s.finite_or(s.mul(s.load(scale.as_ptr().add(i)), weight), s.splat(0.0))
                 };
+                weights = weights.wrapping_add((S::LANES / padded).max(1));
                 high = s.max(product, high);
                 low = s.min(product, low);
             }
@@ -312,22 +321,27 @@ impl Weigh<'_, '_> {
         registers
     }
 
-    /// `FINITE`: no parameter is NaN or infinite. Otherwise a weight of zero must stand against that.
+    /// `FINITE`: no parameter is NaN or infinite. Otherwise a weight of zero must stand against that. `PLACES`: how many
+    /// operands a register of pairs becomes; 0 where only the plan knows.
     #[inline(always)]
-    fn quantize<S: Simd, const FINITE: bool, const ALONE: bool>(&mut self, s: S, factors: &[S::F; 4]) {
+    fn quantize<S: Simd, const FINITE: bool, const ALONE: bool, const PLACES: usize>(
+        &mut self,
+        s: S,
+        factors: &[S::F; 4],
+    ) {
         let mut r = 0;
         while r < self.values.rows {
             match self.values.rows - r {
                 4.. => {
-                    self.rows_at::<S, FINITE, ALONE, 4>(s, factors, r);
+                    self.rows_at::<S, FINITE, ALONE, PLACES, 4>(s, factors, r);
                     r += 4;
                 }
                 2.. => {
-                    self.rows_at::<S, FINITE, ALONE, 2>(s, factors, r);
+                    self.rows_at::<S, FINITE, ALONE, PLACES, 2>(s, factors, r);
                     r += 2;
                 }
                 _ => {
-                    self.rows_at::<S, FINITE, ALONE, 1>(s, factors, r);
+                    self.rows_at::<S, FINITE, ALONE, PLACES, 1>(s, factors, r);
                     r += 1;
                 }
             }
@@ -335,13 +349,13 @@ impl Weigh<'_, '_> {
     }
 
     #[inline(always)]
-    fn rows_at<S: Simd, const FINITE: bool, const ALONE: bool, const R: usize>(
+    fn rows_at<S: Simd, const FINITE: bool, const ALONE: bool, const PLACES: usize, const R: usize>(
         &mut self,
         s: S,
         factors: &[S::F; 4],
         r: usize,
     ) {
-        let HalfValues { plan, scale, zero, pairs, operands, index, token_of, offsets, .. } = &mut *self.values;
+        let HalfValues { plan, scale, zero, pairs, operands, index, places, token_of, offsets, .. } = &mut *self.values;
         let (period, lanes, padded) = (plan.period(), S::LANES, plan.padded);
         let (half, used, row_len) = (self.half, self.half * padded, BLOCK * padded);
         assert!(used.is_multiple_of(lanes) && scale.len() == row_len && zero.len() == row_len && 2 * used <= row_len);
@@ -349,9 +363,12 @@ impl Weigh<'_, '_> {
         // SAFETY: a register of tokens.
         let token_of = unsafe { s.load_i(token_of.as_ptr()) };
         let (maps, all) = (plan.maps.len() / lanes, plan.steps() * lanes);
-        // A register of parameters holds the weights of several steps.
-        let steps = if ALONE { 0 } else { lanes / padded / plan.layout.side };
+        // A register of parameters holds the weights of several tokens, and steps.
+        let tokens = (lanes / padded).max(1);
+        let steps = if ALONE { 0 } else { tokens / plan.layout.side };
         assert!(ALONE || period == 1 && index.len() == maps * steps * lanes && half / plan.layout.side <= plan.steps());
+        let places = if PLACES > 0 { &places[..PLACES] } else { &places[..] };
+        assert!(places.len() == maps * steps);
         // Pointers that step, so that no index is computed (and checked) in between.
         let mut to = [std::ptr::null_mut::<i32>(); R];
         for (j, to) in to.iter_mut().enumerate() {
@@ -362,16 +379,17 @@ impl Weigh<'_, '_> {
             };
         }
         for p in 0..period {
-            let mut sums = [s.splat(0.0); R];
+            let (mut sums, mut t) = ([s.splat(0.0); R], 0);
             for i in (p * lanes..used).step_by(period * lanes) {
-                let t = i / padded;
-                // SAFETY: twice `used` is inside the parameters.
-                let (scale, zero) = unsafe {
-                    let at =
-                        |i: usize| (s.mul(s.load(scale.as_ptr().add(i)), factors[p]), s.load(zero.as_ptr().add(i)));
-                    let (a, b) = (at(i), at(used + i));
-                    ([a.0, b.0], [a.1, b.1])
-                };
+                let (mut scales, mut zeros) = ([factors[p]; 2], [s.splat(0.0); 2]);
+                for side in 0..2 {
+                    let at = i.wrapping_add(side * used);
+                    // SAFETY: twice `used` is inside the parameters.
+                    unsafe {
+                        scales[side] = s.mul(s.load(scale.as_ptr().add(at)), factors[p]);
+                        zeros[side] = s.load(zero.as_ptr().add(at));
+                    }
+                }
                 for j in 0..R {
                     let weights = self.weights.0.as_ptr().cast::<f32>().wrapping_add((r + j) * BLOCK);
                     let mut rounded = [s.splat_i(0); 2];
@@ -379,13 +397,13 @@ impl Weigh<'_, '_> {
                         // SAFETY: `half + t < BLOCK`, and a row of weights follows the last.
                         let weight = unsafe { s.load(weights.add(t + side * half)) };
                         let weight = s.permute_f(weight, token_of);
-                        let scaled = weighted::<S, FINITE>(s, weight, scale[side]);
+                        let scaled = weighted::<S, FINITE>(s, weight, scales[side]);
                         rounded[side] = s.round(scaled);
                         if FINITE {
-                            sums[j] = s.fma(weight, zero[side], sums[j]);
+                            sums[j] = s.fma(weight, zeros[side], sums[j]);
                         } else {
                             // What is not finite must show up somewhere; the integers would hide it.
-                            let zero = weighted::<S, FINITE>(s, weight, zero[side]);
+                            let zero = weighted::<S, FINITE>(s, weight, zeros[side]);
                             sums[j] = s.add(sums[j], s.fma(scaled, s.splat(0.0), zero));
                         }
                     }
@@ -397,18 +415,15 @@ impl Weigh<'_, '_> {
                             s.store_i(to[j].wrapping_add(i), pair);
                             continue;
                         }
-                        let (mut to_map, mut from) = (to[j], index.as_ptr());
-                        for _ in 0..maps {
-                            let mut to = to_map;
-                            for _ in 0..steps {
-                                s.store_i(to, s.permute(pair, s.load_i(from)));
-                                (to, from) = (to.wrapping_add(lanes), from.wrapping_add(lanes));
-                            }
-                            to_map = to_map.wrapping_add(all);
+                        let mut from = index.as_ptr();
+                        for &place in places {
+                            s.store_i(to[j].wrapping_add(place), s.permute(pair, s.load_i(from)));
+                            from = from.wrapping_add(lanes);
                         }
                     }
                     to[j] = to[j].wrapping_add(steps * lanes);
                 }
+                t = t.wrapping_add(tokens);
             }
             for (j, sum) in sums.into_iter().enumerate() {
                 let offset = &mut offsets[((r + j) * period + p) * lanes..][..lanes];
@@ -449,9 +464,6 @@ impl Kernel for WeightedSum<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        for i in (0..2 * self.half * self.codes.stride).step_by(64) {
-            s.prefetch(self.codes.row(0).cast::<u8>().wrapping_add(BLOCK * self.codes.stride + i));
-        }
         match (self.plan.layout.bits, self.alone) {
             (1, false) => self.all::<S, 1, 4, false>(s),
             (1, true) => self.all::<S, 1, 4, true>(s),
@@ -538,6 +550,14 @@ impl WeightedSum<'_> {
             };
         }
         let step = if ALONE { plan.padded } else { S::LANES };
+        if r == 0 {
+            // Its part of the next block: all at once would be more than may be on the way.
+            let part = (2 * half * self.codes.stride).div_ceil(plan.map_of.len());
+            let next = self.codes.row(0).cast::<u8>().wrapping_add(BLOCK * self.codes.stride + first * part);
+            for line in (0..P * part).step_by(64) {
+                s.prefetch(next.wrapping_add(line));
+            }
+        }
         let mut acc = [[s.splat_i(0); P]; R];
         for _ in 0..steps {
             // SAFETY: register `c` of the rows of a pair is inside what loading them reads.

@@ -1,7 +1,8 @@
 //! The merge of partial results, in the order of segments and slots.
 //!
-//! A cube merges one query row. Units that share a channel take every n-th slot of each segment, counted from the
-//! segment's first, so that how many slots another sequence has moves no term of a sum.
+//! A cube merges one query row. Units that share channels take every n-th slot of each segment, counted from the
+//! segment's first, so that how many slots another sequence has moves no term of a sum. Each reads its slots once, with an
+//! online softmax, so that one wait for memory is all that a merge of few slots takes.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -16,16 +17,25 @@ use crate::gpu::{grid, small, word_array};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
     head_dim: u32,
-    /// Units that share a channel.
+    /// Channels of a unit.
+    vector: u32,
+    /// Units side by side.
+    columns: u32,
+    /// Units that share channels.
     lanes: u32,
-    /// Channels that are merged at a time.
-    width: u32,
     dtype: DType,
 }
 
 impl Shape {
+    fn new(skeleton: Skeleton, head_dim: u32, dtype: DType) -> Self {
+        let vector = if head_dim.is_multiple_of(4) { 4 } else { 1 };
+        let columns = (head_dim / vector).min(256);
+        let lanes = if skeleton == Skeleton::Decode { (512 / columns).clamp(1, 16) } else { 1 };
+        Shape { head_dim, vector, columns, lanes, dtype }
+    }
+
     fn units(self) -> u32 {
-        (self.lanes * self.width).next_multiple_of(64)
+        (self.lanes * self.columns).next_multiple_of(64)
     }
 }
 
@@ -46,9 +56,7 @@ pub(crate) fn merge<R: Runtime>(
     let head_dim = geometry.head_dim;
     let heads = geometry.batch * geometry.q_heads;
     let (rows, all_rows) = (heads * geometry.s_q, heads * queries.of);
-    let width = head_dim.min(256) as u32;
-    let lanes = if skeleton == Skeleton::Decode { (512 / width).clamp(1, 8) } else { 1 };
-    let shape = Shape { head_dim: head_dim as u32, lanes, width, dtype };
+    let shape = Shape::new(skeleton, head_dim as u32, dtype);
     // One segment ends with the slots and the first of two is a scalar: nothing to upload.
     let table = match ends.len() {
         0..=2 => parts.ml.clone(),
@@ -64,6 +72,7 @@ pub(crate) fn merge<R: Runtime>(
             client,
             grid(rows),
             CubeDim::new_1d(shape.units()),
+            shape.vector as usize,
             word_array(&parts.out, rows * parts.slots * head_dim),
             word_array(&parts.ml, rows * parts.slots * 2),
             word_array(&table, ends.len()),
@@ -84,8 +93,8 @@ pub(crate) fn merge<R: Runtime>(
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn merge_slots<O: Numeric>(
-    part_o: &Array<f32>,
+fn merge_slots<O: Numeric, N: Size>(
+    part_o: &Array<Vector<f32, N>>,
     part_ml: &Array<f32>,
     ends: &Array<u32>,
     out: &mut Array<O>,
@@ -104,32 +113,24 @@ fn merge_slots<O: Numeric>(
     if row >= rows {
         terminate!();
     }
-    let head_dim = comptime!(shape.head_dim);
-    let width = comptime!(shape.width);
+    let vector = comptime!(shape.vector);
+    let vectors = comptime!(shape.head_dim / shape.vector);
+    let columns = comptime!(shape.columns);
     let lanes = comptime!(shape.lanes);
     let target = (row / s_q) * q_of + q_first + row % s_q;
     let first = row * slots;
-    let lane = UNIT_POS / width;
-    let column = UNIT_POS % width;
-    let mut shared = SharedMemory::<f32>::new(comptime!(2 * shape.units() as usize));
+    let lane = UNIT_POS / columns;
+    let column = UNIT_POS % columns;
+    let mut outs = SharedMemory::<Vector<f32, N>>::new(comptime!(shape.units() as usize));
+    let mut mosts = SharedMemory::<f32>::new(comptime!((shape.units() / shape.columns + 1) as usize));
+    let mut sums = SharedMemory::<f32>::new(comptime!((shape.units() / shape.columns + 1) as usize));
 
-    // The maximum, in any order.
-    let mut most = f32::new(LOWEST);
-    for s in range_stepped(UNIT_POS, slots, comptime!(shape.units())) {
-        most = max(most, part_ml[((first + s) * 2u32) as usize]);
-    }
-    shared[UNIT_POS as usize] = most;
-    sync_cube();
-    for i in 0..min(slots, comptime!(shape.units())) {
-        most = max(most, shared[i as usize]);
-    }
-    sync_cube();
-
-    for begin in range_stepped(0u32, head_dim, width) {
-        let channel = begin + column;
-        let mut acc = 0.0f32;
+    for begin in range_stepped(0u32, vectors, columns) {
+        let place = begin + column;
+        let mut acc = Vector::<f32, N>::new(0.0f32);
         let mut sum = 0.0f32;
-        if lane < lanes && channel < head_dim {
+        let mut most = f32::new(LOWEST);
+        if lane < lanes && place < vectors {
             let mut start = 0u32;
             for g in 0..segments {
                 let mut end = slots;
@@ -141,32 +142,59 @@ fn merge_slots<O: Numeric>(
                 }
                 for s in range_stepped(start + lane, end, lanes) {
                     let at = first + s;
+                    let m = part_ml[(at * 2u32) as usize];
                     let l = part_ml[(at * 2u32 + 1u32) as usize];
-                    let weight = f32::exp(part_ml[(at * 2u32) as usize] - most);
-                    let part = part_o[(at * head_dim + channel) as usize];
-                    sum += select(l > 0.0f32, l * weight, 0.0f32);
-                    acc += select(l > 0.0f32, part * weight, 0.0f32);
+                    let part = part_o[(at * vectors + place) as usize];
+                    // A maximum may be infinite: what keeps it is not scaled.
+                    let higher = max(most, m);
+                    let fade = select(most == higher, 1.0f32, f32::exp(most - higher));
+                    let weight = select(l > 0.0f32, f32::exp(m - higher), 0.0f32);
+                    acc *= Vector::<f32, N>::new(fade);
+                    sum *= fade;
+                    if l > 0.0f32 {
+                        acc += part * Vector::<f32, N>::new(weight);
+                        sum += l * weight;
+                    }
+                    most = higher;
                 }
                 start = end;
             }
         }
         if comptime!(shape.lanes > 1) {
-            shared[UNIT_POS as usize] = acc;
-            shared[(comptime!(shape.units()) + UNIT_POS) as usize] = sum;
+            outs[UNIT_POS as usize] = acc;
+            if column == 0u32 {
+                mosts[lane as usize] = most;
+                sums[lane as usize] = sum;
+            }
             sync_cube();
             if lane == 0u32 {
                 #[unroll]
                 for i in 1..lanes {
-                    acc += shared[(i * width + column) as usize];
-                    sum += shared[(comptime!(shape.units() + i * shape.width) + column) as usize];
+                    most = max(most, mosts[i as usize]);
+                }
+                acc = Vector::<f32, N>::new(0.0f32);
+                sum = 0.0f32;
+                #[unroll]
+                for i in 0..lanes {
+                    let l = sums[i as usize];
+                    let part = outs[(i * columns + column) as usize];
+                    let weight = f32::exp(mosts[i as usize] - most);
+                    if l > 0.0f32 {
+                        acc += part * Vector::<f32, N>::new(weight);
+                        sum += l * weight;
+                    }
                 }
             }
             sync_cube();
         }
-        if lane == 0u32 && channel < head_dim {
-            let value = select(sum > 0.0f32, acc / sum, 0.0f32);
-            out[(target * head_dim + channel) as usize] = stored::<O>(value, comptime!(shape.dtype));
-            if channel == 0u32 {
+        if lane == 0u32 && place < vectors {
+            #[unroll]
+            for i in 0..vector {
+                let value = select(sum > 0.0f32, acc[i as usize] / sum, 0.0f32);
+                let at = target * comptime!(shape.head_dim) + place * vector + i;
+                out[at as usize] = stored::<O>(value, comptime!(shape.dtype));
+            }
+            if place == 0u32 {
                 lse[target as usize] = select(sum > 0.0f32, most + f32::ln(sum), no_token);
             }
         }

@@ -7,8 +7,14 @@ use super::quantize::{Shape, code_of, scale_of, zero_of};
 use crate::format::gpu::{BLOCK, float_block};
 use crate::gpu::float::{is_finite, stored};
 
-/// Elements that a unit keeps in registers.
-const KEPT: u32 = 64;
+/// Elements that a unit keeps in registers, if so few tokens make a block; twice as many leave room for too few units.
+const KEPT: u32 = 32;
+/// Elements at most.
+const MOST_KEPT: u32 = 64;
+/// Units of a cube.
+const UNITS: u32 = 64;
+/// Units that share parameters at most.
+const MOST_PARTS: u32 = 32;
 
 /// How elements are laid out over units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -19,7 +25,7 @@ pub(super) struct Blocks {
     tokens: u32,
     /// Units that share parameters.
     parts: u32,
-    /// Units of a cube.
+    /// Units of a cube: [`UNITS`].
     pub units: u32,
 }
 
@@ -27,7 +33,8 @@ impl Blocks {
     /// `None` where groups do not divide into blocks, or shared memory cannot hold their extremes; the kernels of [`quantize`](super::quantize) read twice, but anything.
     pub(super) fn new(shape: &Shape, shared_bytes: usize) -> Option<Self> {
         let width = shape.per_word.max(BLOCK as u32);
-        let tokens = (KEPT / width).max(1);
+        let few = (KEPT / width).max(1);
+        let tokens = if shape.by_token { few.max(shape.group / MOST_PARTS) } else { few };
         let of_group = if shape.by_token { tokens } else { width };
         let parts = shape.group / of_group;
         let whole = shape.head_dim.is_multiple_of(width)
@@ -35,15 +42,15 @@ impl Blocks {
             && width.is_multiple_of(BLOCK as u32)
             && shape.group.is_multiple_of(of_group)
             && (shape.by_token || shape.head_dim.is_multiple_of(shape.group));
-        let units = 2048 / width.max(16);
-        let blocks = Blocks { width, tokens, parts, units };
-        (whole && parts.is_power_of_two() && parts <= 32 && blocks.bytes(shape) <= shared_bytes).then_some(blocks)
+        let blocks = Blocks { width, tokens, parts, units: UNITS };
+        let fits = tokens * width <= MOST_KEPT && blocks.bytes(shape) <= shared_bytes;
+        (whole && fits && parts.is_power_of_two() && parts <= MOST_PARTS).then_some(blocks)
     }
 
     /// Shared memory of a cube.
     fn bytes(self, shape: &Shape) -> usize {
         let floats = if shape.by_token {
-            2 * self.units * (self.width + 1) + 2 * self.units / self.parts * self.width
+            2 * self.units * (self.width + 1) + self.units / self.parts * (3 * self.width + 1)
         } else {
             2 * self.units * self.tokens
         };
@@ -60,6 +67,11 @@ impl Blocks {
         }
     }
 }
+
+/// 2^23: a number from 0 to 255 added to it rounds to an integer, which is then its low bits.
+const INTEGERS: f32 = 8_388_608.0;
+/// The bits of [`INTEGERS`].
+const INTEGER_BITS: u32 = 0x4B00_0000;
 
 /// The elements of a unit.
 #[derive(CubeType)]
@@ -109,23 +121,21 @@ impl Kept {
         Kept { x, finite }
     }
 
-    /// The words of token number `t`, bit for bit what `code_of` says of each element.
-    fn words(
+    /// The words of token number `t`, by products with the reciprocals of scales, and whether these are bit for bit what
+    /// `code_of` says: a product is the quotient but for two units in the last place, so it rounds to the same code unless it
+    /// lies that close to the middle between two.
+    fn quick_words(
         &self,
-        scale: &Array<f32>,
         zero: &Array<f32>,
         inverse: &Array<f32>,
         levels: f32,
-        exact: bool,
         words: &mut Array<u32>,
         #[comptime] t: usize,
         #[comptime] shape: Shape,
         #[comptime] blocks: Blocks,
-    ) {
+    ) -> bool {
         let per_word = comptime!(shape.per_word as usize);
         let by_token = comptime!(shape.by_token);
-        // A product with the reciprocal is the quotient but for two units in the last place, so it rounds to the same code
-        // unless it lies that close to the middle between two.
         let mut furthest = 0.0f32;
         #[unroll]
         for w in 0..comptime!(blocks.width as usize / per_word) {
@@ -136,39 +146,78 @@ impl Kept {
                 let p = comptime!(if by_token { c } else { 0 });
                 let steps = (self.x[comptime!(t * blocks.width as usize + c)] - zero[p]) * inverse[p];
                 let clamped = min(max(steps, 0.0f32), levels);
-                let code = f32::floor(clamped + 0.5f32);
+                // Rounded and converted by one addition; the mask is what keeps compilers from undoing it below.
+                let rounded = u32::reinterpret(clamped + f32::new(INTEGERS));
+                let rounded = (rounded & 0xFFu32) | INTEGER_BITS;
+                let code = f32::reinterpret(rounded) - f32::new(INTEGERS);
                 furthest = max(furthest, f32::abs(clamped - code));
-                packed = packed | (u32::cast_from(code) << comptime!(i as u32 * shape.bits));
+                packed += rounded << comptime!(i as u32 * shape.bits);
+            }
+            let excess =
+                comptime!((0..shape.per_word).fold(0u32, |sum, i| sum.wrapping_add(INTEGER_BITS << (i * shape.bits))));
+            words[w] = packed - excess;
+        }
+        furthest <= 0.5f32 - levels * f32::new(1.0 / 1048576.0)
+    }
+
+    /// The words of token number `t`, element by element.
+    fn exact_words(
+        &self,
+        scale: &Array<f32>,
+        zero: &Array<f32>,
+        levels: f32,
+        words: &mut Array<u32>,
+        #[comptime] t: usize,
+        #[comptime] shape: Shape,
+        #[comptime] blocks: Blocks,
+    ) {
+        let per_word = comptime!(shape.per_word as usize);
+        #[unroll]
+        for w in 0..comptime!(blocks.width as usize / per_word) {
+            let mut packed = 0u32;
+            #[unroll]
+            for i in 0..per_word {
+                let c = comptime!(w * per_word + i);
+                let p = comptime!(if shape.by_token { c } else { 0 });
+                let code = code_of(self.x[comptime!(t * blocks.width as usize + c)], scale[p], zero[p], levels);
+                packed = packed | (code << comptime!(i as u32 * shape.bits));
             }
             words[w] = packed;
         }
-        if exact || furthest > 0.5f32 - levels * f32::new(1.0 / 1048576.0) {
-            #[unroll]
-            for w in 0..comptime!(blocks.width as usize / per_word) {
-                let mut packed = 0u32;
-                #[unroll]
-                for i in 0..per_word {
-                    let c = comptime!(w * per_word + i);
-                    let p = comptime!(if by_token { c } else { 0 });
-                    let code = code_of(self.x[comptime!(t * blocks.width as usize + c)], scale[p], zero[p], levels);
-                    packed = packed | (code << comptime!(i as u32 * shape.bits));
-                }
-                words[w] = packed;
+    }
+
+    /// The extremes of some elements `from`, `from + step` and so on. Where not all are known to be finite (`whole`), those
+    /// of the finite ones among the first `count`.
+    fn extremes(
+        &self,
+        count: u32,
+        #[comptime] whole: bool,
+        #[comptime] from: usize,
+        #[comptime] step: usize,
+        #[comptime] elements: usize,
+    ) -> (f32, f32) {
+        let mut low = f32::new(f32::MAX);
+        let mut high = f32::new(f32::MIN);
+        #[unroll]
+        for i in 0..elements {
+            let x = self.x[comptime!(from + i * step)];
+            if whole {
+                low = min(low, x);
+                high = max(high, x);
+            } else {
+                let counts = is_finite(x) && comptime!(i as u32).runtime() < count;
+                low = select(counts, min(low, x), low);
+                high = select(counts, max(high, x), high);
             }
         }
+        (low, high)
     }
 }
 
-/// Reciprocals of scales, and whether one is so small or so large that it has none.
+/// Whether a scale is so small or so large that it has no reciprocal.
 #[cube]
-fn invert(scale: &Array<f32>, inverse: &mut Array<f32>, #[comptime] count: usize) -> bool {
-    let mut extreme = false;
-    #[unroll]
-    for i in 0..count {
-        extreme = extreme || !(scale[i] >= 1e-30f32 && scale[i] <= 1e30f32);
-        inverse[i] = 1.0f32 / scale[i];
-    }
-    extreme
+fn is_extreme(scale: f32) -> bool {
+    !(scale >= 1e-30f32 && scale <= 1e30f32)
 }
 
 /// Keys: a unit is a block of channels of some tokens of a group.
@@ -220,19 +269,25 @@ pub(super) fn one_pass_tokens<Q: Numeric, N: Size>(
 
     let mut lows = SharedMemory::<f32>::new(comptime!((blocks.units * (blocks.width + 1)) as usize));
     let mut highs = SharedMemory::<f32>::new(comptime!((blocks.units * (blocks.width + 1)) as usize));
-    #[unroll]
-    for c in 0..width {
-        let mut low = f32::new(f32::MAX);
-        let mut high = f32::new(f32::MIN);
+    let count = max(last, own) - own;
+    if kept.finite && count >= comptime!(blocks.tokens) {
         #[unroll]
-        for t in 0..comptime!(blocks.tokens as usize) {
-            let x = kept.x[comptime!(t * width + c)];
-            let counts = is_finite(x) && own + comptime!(t as u32) < last;
-            low = select(counts, min(low, x), low);
-            high = select(counts, max(high, x), high);
+        for c in 0..width {
+            let (low, high) = kept.extremes(count, true, c, width, comptime!(blocks.tokens as usize));
+            lows[(UNIT_POS * stride) as usize + c] = low;
+            highs[(UNIT_POS * stride) as usize + c] = high;
         }
-        lows[(UNIT_POS * stride) as usize + c] = low;
-        highs[(UNIT_POS * stride) as usize + c] = high;
+    } else {
+        #[unroll]
+        for c in 0..width {
+            let (low, high) = kept.extremes(count, false, c, width, comptime!(blocks.tokens as usize));
+            lows[(UNIT_POS * stride) as usize + c] = low;
+            highs[(UNIT_POS * stride) as usize + c] = high;
+        }
+    }
+    let mut any_extreme = SharedMemory::<u32>::new(comptime!((blocks.units / blocks.parts) as usize));
+    if UNIT_POS < across {
+        any_extreme[UNIT_POS as usize] = 0u32;
     }
     sync_cube();
 
@@ -240,6 +295,8 @@ pub(super) fn one_pass_tokens<Q: Numeric, N: Size>(
     let mut scale_of_channel =
         SharedMemory::<f32>::new(comptime!((blocks.units / blocks.parts * blocks.width) as usize));
     let mut zero_of_channel =
+        SharedMemory::<f32>::new(comptime!((blocks.units / blocks.parts * blocks.width) as usize));
+    let mut inverse_of_channel =
         SharedMemory::<f32>::new(comptime!((blocks.units / blocks.parts * blocks.width) as usize));
     for task in range_stepped(UNIT_POS, comptime!(blocks.units / blocks.parts * blocks.width), comptime!(blocks.units))
     {
@@ -257,6 +314,10 @@ pub(super) fn one_pass_tokens<Q: Numeric, N: Size>(
         let zero = zero_of(low, high, dtype);
         scale_of_channel[task as usize] = scale;
         zero_of_channel[task as usize] = zero;
+        inverse_of_channel[task as usize] = 1.0f32 / scale;
+        if is_extreme(scale) {
+            any_extreme[(task / comptime!(blocks.width)) as usize] = 1u32;
+        }
         let column = first_column + task / comptime!(blocks.width);
         if column < columns {
             let matrix = column / (per_row * rows);
@@ -273,23 +334,29 @@ pub(super) fn one_pass_tokens<Q: Numeric, N: Size>(
     }
     sync_cube();
 
-    let mut scale = Array::<f32>::new(width);
     let mut zero = Array::<f32>::new(width);
     let mut inverse = Array::<f32>::new(width);
     #[unroll]
     for c in 0..width {
         let at = (UNIT_POS % across * comptime!(blocks.width)) as usize + c;
-        scale[c] = scale_of_channel[at];
         zero[c] = zero_of_channel[at];
+        inverse[c] = inverse_of_channel[at];
     }
-    let extreme = invert(&scale, &mut inverse, width);
-    let exact = extreme || !kept.finite;
+    let quick = kept.finite && any_extreme[(UNIT_POS % across) as usize] == 0u32;
     #[unroll]
     for t in 0..comptime!(blocks.tokens as usize) {
         let token = own + comptime!(t as u32);
         if token < last {
             let mut words = Array::<u32>::new(comptime!((blocks.width / shape.per_word) as usize));
-            kept.words(&scale, &zero, &inverse, levels, exact, &mut words, t, shape, blocks);
+            let same = kept.quick_words(&zero, &inverse, levels, &mut words, t, shape, blocks);
+            if !(quick && same) {
+                let mut scale = Array::<f32>::new(width);
+                #[unroll]
+                for c in 0..width {
+                    scale[c] = scale_of_channel[(UNIT_POS % across * comptime!(blocks.width)) as usize + c];
+                }
+                kept.exact_words(&scale, &zero, levels, &mut words, t, shape, blocks);
+            }
             let at = ((target + token) * comptime!(shape.words) + channel / comptime!(shape.per_word)) as usize;
             #[unroll]
             for w in 0..comptime!((blocks.width / shape.per_word) as usize) {
@@ -342,19 +409,20 @@ pub(super) fn one_pass_channels<Q: Numeric, N: Size>(
 
     let mut lows = SharedMemory::<f32>::new(comptime!((blocks.units * blocks.tokens) as usize));
     let mut highs = SharedMemory::<f32>::new(comptime!((blocks.units * blocks.tokens) as usize));
-    #[unroll]
-    for t in 0..comptime!(blocks.tokens as usize) {
-        let mut low = f32::new(f32::MAX);
-        let mut high = f32::new(f32::MIN);
+    if kept.finite {
         #[unroll]
-        for c in 0..width {
-            let x = kept.x[comptime!(t * width + c)];
-            let finite = is_finite(x);
-            low = select(finite, min(low, x), low);
-            high = select(finite, max(high, x), high);
+        for t in 0..comptime!(blocks.tokens as usize) {
+            let (low, high) = kept.extremes(comptime!(blocks.width), true, comptime!(t * width), 1usize, width);
+            lows[(comptime!(t as u32 * blocks.units) + UNIT_POS) as usize] = low;
+            highs[(comptime!(t as u32 * blocks.units) + UNIT_POS) as usize] = high;
         }
-        lows[(comptime!(t as u32 * blocks.units) + UNIT_POS) as usize] = low;
-        highs[(comptime!(t as u32 * blocks.units) + UNIT_POS) as usize] = high;
+    } else {
+        #[unroll]
+        for t in 0..comptime!(blocks.tokens as usize) {
+            let (low, high) = kept.extremes(comptime!(blocks.width), false, comptime!(t * width), 1usize, width);
+            lows[(comptime!(t as u32 * blocks.units) + UNIT_POS) as usize] = low;
+            highs[(comptime!(t as u32 * blocks.units) + UNIT_POS) as usize] = high;
+        }
     }
     sync_cube();
 
@@ -380,10 +448,12 @@ pub(super) fn one_pass_channels<Q: Numeric, N: Size>(
                 scales[at as usize] = stored::<Q>(scale[0], dtype);
                 zeros[at as usize] = stored::<Q>(zero[0], dtype);
             }
-            let extreme = invert(&scale, &mut inverse, 1usize);
-            let exact = extreme || !kept.finite;
+            inverse[0] = 1.0f32 / scale[0];
             let mut words = Array::<u32>::new(comptime!((blocks.width / shape.per_word) as usize));
-            kept.words(&scale, &zero, &inverse, levels, exact, &mut words, t, shape, blocks);
+            let same = kept.quick_words(&zero, &inverse, levels, &mut words, t, shape, blocks);
+            if !(same && kept.finite && !is_extreme(scale[0])) {
+                kept.exact_words(&scale, &zero, levels, &mut words, t, shape, blocks);
+            }
             let at = ((target + token) * comptime!(shape.words) + channel / comptime!(shape.per_word)) as usize;
             #[unroll]
             for w in 0..comptime!((blocks.width / shape.per_word) as usize) {

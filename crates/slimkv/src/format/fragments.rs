@@ -24,6 +24,8 @@ use cubecl::prelude::*;
 
 /// 128 bits.
 pub(crate) type Quad = Vector<u32, Const<4>>;
+/// 32 bits, in memory that is also read as [`Quad`]s.
+pub(crate) type Single = Vector<u32, Const<1>>;
 /// Two f32 of a result: the query rows 2t and 2t + 1.
 pub(crate) type F2 = Vector<f32, Const<2>>;
 /// Two 16-bit elements of an operand.
@@ -40,6 +42,8 @@ pub(crate) struct Tile {
     pub group: u32,
     /// Tokens of a tile.
     pub tokens: u32,
+    /// How often the query rows appear side by side in the eight columns of an operand.
+    pub copies: u32,
 }
 
 impl Tile {
@@ -83,9 +87,25 @@ impl Tile {
         if self.packed() { self.head_dim / self.group } else { 0 }
     }
 
-    /// Whether the channels of a chunk of values share parameters.
-    pub(crate) fn uniform_chunks(self) -> bool {
-        self.per_chunk() <= self.group
+    /// Groups that a chunk of values spans.
+    pub(crate) fn spanned(self) -> u32 {
+        if self.packed() { (self.per_chunk() / self.group).max(1) } else { 1 }
+    }
+
+    /// Whether the scales of values multiply the weights: the channels of a chunk share them, or each group of a chunk has
+    /// columns of its own.
+    pub(crate) fn scaled_weights(self) -> bool {
+        self.packed() && self.spanned() == self.copies
+    }
+
+    /// Right operands of 16 tokens of values: one for each run of channels whose weights have other scales.
+    pub(crate) fn sets(self) -> u32 {
+        if self.scaled_weights() { self.groups() / self.copies } else { 1 }
+    }
+
+    /// Distinct query rows that a column of eight holds.
+    pub(crate) fn distinct_rows(self) -> u32 {
+        8 / self.copies
     }
 
     /// Powers of two by which the element `i` of 16 bits is too large after [`codes`].
@@ -173,13 +193,14 @@ pub(crate) trait KeyTiles: Send + Sync + 'static {
     /// What the queries, in the order of the channels of a lane, must be multiplied with once.
     fn prepare<E: Float>(query: u32, #[comptime] pair: usize, #[comptime] tile: Tile) -> u32;
 
-    /// The right operands of a tile, and what is added to the scores of all of its tokens.
+    /// The right operands of a tile, and what is added to the scores of all of its tokens. `queries` has four
+    /// operand words of each lane, then the next four.
     fn operands<E: Float>(
-        queries: &Array<u32>,
+        queries: &SharedMemory<Single>,
         prepared: &Array<u32>,
         kept: &SharedMemory<Quad>,
         slot: u32,
-        t: u32,
+        lane: u32,
         operands: &mut Array<u32>,
         constant: &mut Array<F2>,
         #[comptime] columns: usize,
@@ -206,8 +227,8 @@ pub(crate) trait ValueTiles: Send + Sync + 'static {
         #[comptime] tile: Tile,
     );
 
-    /// Prepares 16 tokens: the right operands (for each group where chunks are uniform), the scales of a lane (where they are
-    /// not), and the sums of weighted zero points, whose rows are groups.
+    /// Prepares 16 tokens: the right operands (as many as [`Tile::sets`]), the scales of a lane (where they do not multiply
+    /// the weights), and the sums of weighted zero points, whose rows are groups.
     #[allow(clippy::too_many_arguments)]
     fn operands<E: Float>(
         weights: &Array<u32>,

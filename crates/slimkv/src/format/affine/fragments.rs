@@ -8,7 +8,7 @@
 use cubecl::prelude::barrier::{copy_async, copy_async_checked};
 use cubecl::prelude::*;
 
-use crate::format::fragments::{F2, KeyTiles, Pair, Quad, Tile, ValueTiles, codes, times, zip};
+use crate::format::fragments::{F2, KeyTiles, Pair, Quad, Single, Tile, ValueTiles, codes, times, zip};
 
 /// Tiles of [`Affine`](super::Affine) rows: keys with [`Axis::Tokens`](super::Axis::Tokens), values with
 /// [`Axis::Channels`](super::Axis::Channels), packed codes, f16 parameters.
@@ -48,11 +48,11 @@ impl KeyTiles for AffineTiles {
     }
 
     fn operands<E: Float>(
-        queries: &Array<u32>,
+        queries: &SharedMemory<Single>,
         prepared: &Array<u32>,
         kept: &SharedMemory<Quad>,
         slot: u32,
-        t: u32,
+        lane: u32,
         operands: &mut Array<u32>,
         constant: &mut Array<F2>,
         #[comptime] columns: usize,
@@ -60,6 +60,8 @@ impl KeyTiles for AffineTiles {
     ) {
         let multiply = cmma::MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
         let pairs = comptime!((tile.head_dim / 8) as usize);
+        let t = lane % 4u32;
+        let queries = queries.to_slice().with_vector_size::<Const<4>>();
         let run_chunks = comptime!(tile.run() / 8);
         let loads = comptime!(tile.chunks() / tile.load());
         // Row g: products with the zero points; row g + 8: with the scales.
@@ -80,6 +82,12 @@ impl KeyTiles for AffineTiles {
                 let at = (slot + scale_place(id)) as usize;
                 let scale = kept[at];
                 let zero = kept[at + comptime!((tile.head_dim / 8) as usize)];
+                let mut exact_queries = Array::<Quad>::new(columns);
+                #[unroll]
+                for x in 0..columns {
+                    let quad = comptime!((x * pairs / 4) as u32 + j * run_chunks + u);
+                    exact_queries[x] = queries[(comptime!(quad * 32) + lane) as usize];
+                }
                 #[unroll]
                 for y in 0..2usize {
                     let mut left = Array::<Pair<E>>::new(4usize);
@@ -101,7 +109,8 @@ impl KeyTiles for AffineTiles {
                         let high = times::<E>(prepared[comptime!(at + 2)], scale[comptime!(y + 2)]);
                         scaled[to] = low;
                         scaled[comptime!(to + 2)] = high;
-                        accumulate::<E>(&multiply, &left, queries[at], queries[comptime!(at + 2)], &mut exact, x);
+                        let query = exact_queries[x];
+                        accumulate::<E>(&multiply, &left, query[y], query[comptime!(y + 2)], &mut exact, x);
                         accumulate::<E>(&multiply, &up, low, high, &mut rounded, x);
                     }
                 }
@@ -227,7 +236,7 @@ impl ValueTiles for AffineTiles {
             let token = comptime!((block * 16 + o * 8) as u32) + 2u32 * (lane % 4u32);
             let a = kept[(slot + token) as usize];
             let b = kept[(slot + token + 1u32) as usize];
-            if comptime!(tile.uniform_chunks()) {
+            if comptime!(tile.scaled_weights() && tile.copies == 1) {
                 #[unroll]
                 for group in 0..groups {
                     let scale = zip::<E>(a[group / 2], b[group / 2], comptime!(group % 2 == 1));
@@ -238,8 +247,9 @@ impl ValueTiles for AffineTiles {
                     }
                 }
             } else {
-                // The eight lanes of a chunk's column span several groups; a lane's own channels lie in one.
-                let lanes = comptime!(8 * tile.group / tile.per_chunk());
+                // Eight lanes hold a chunk that spans several groups: each its own channels, which lie in one, and its own
+                // column of weights, which belongs to the same one where there are columns for each.
+                let lanes = comptime!(8 / tile.spanned());
                 #[unroll]
                 for chunk in 0..comptime!(tile.chunks() as usize) {
                     let words = comptime!((tile.per_chunk() / tile.group / 2) as usize);
@@ -250,11 +260,18 @@ impl ValueTiles for AffineTiles {
                         (select(upper, a[chunk * 2 + 1], a[chunk * 2]), select(upper, b[chunk * 2 + 1], b[chunk * 2]))
                     };
                     let shift = select((g / lanes) % 2u32 == 1u32, 16u32, 0u32);
-                    scales[chunk * 2 + o] = ((wa >> shift) & 0xFFFFu32) | ((wb >> shift) << 16u32);
+                    let scale = ((wa >> shift) & 0xFFFFu32) | ((wb >> shift) << 16u32);
+                    if comptime!(tile.scaled_weights()) {
+                        operands[chunk * 2 + o] = times::<E>(weights[comptime!(block * 2 + o)], scale);
+                    } else {
+                        scales[chunk * 2 + o] = scale;
+                    }
                 }
-                #[unroll]
-                for x in 0..columns {
-                    operands[comptime!(x * 2 + o)] = weights[comptime!(x * octets + block * 2 + o)];
+                if comptime!(!tile.scaled_weights()) {
+                    #[unroll]
+                    for x in 0..columns {
+                        operands[comptime!(x * 2 + o)] = weights[comptime!(x * octets + block * 2 + o)];
+                    }
                 }
             }
         }
@@ -277,7 +294,7 @@ impl ValueTiles for AffineTiles {
 
     fn register<E: Float>(word: u32, scale: u32, eights: u32, #[comptime] i: u32, #[comptime] tile: Tile) -> u32 {
         let code = codes(word, i, comptime!(tile.bits));
-        if comptime!(tile.uniform_chunks()) {
+        if comptime!(tile.scaled_weights()) {
             code
         } else {
             // one fused multiplication and addition, exact but for its rounding

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use crate::format::fragments::{F2, KeyTiles, Quad, Tile, ValueTiles};
+use crate::format::fragments::{F2, KeyTiles, Quad, Single, Tile, ValueTiles};
 
 /// Tiles of [`Plain`](super::Plain) rows.
 pub(crate) struct PlainTiles;
@@ -27,11 +27,11 @@ impl KeyTiles for PlainTiles {
     }
 
     fn operands<E: Float>(
-        queries: &Array<u32>,
-        _prepared: &Array<u32>,
+        _queries: &SharedMemory<Single>,
+        prepared: &Array<u32>,
         _kept: &SharedMemory<Quad>,
         _slot: u32,
-        _t: u32,
+        _lane: u32,
         operands: &mut Array<u32>,
         constant: &mut Array<F2>,
         #[comptime] columns: usize,
@@ -39,7 +39,7 @@ impl KeyTiles for PlainTiles {
     ) {
         #[unroll]
         for p in 0..comptime!(columns * (tile.head_dim / 8) as usize) {
-            operands[p] = queries[p];
+            operands[p] = prepared[p];
         }
         #[unroll]
         for x in 0..columns {

@@ -48,7 +48,7 @@ pub(crate) fn finish(
     sync_cube();
     #[unroll]
     for x in 0..columns {
-        let row = comptime!(x as u32 * 8) + 2u32 * t;
+        let row = comptime!(x as u32 * 8) + (2u32 * t) % comptime!(shape.values.distinct_rows());
         let mut highest = F2::new(f32::new(LOWEST));
         #[unroll]
         for w in 0..warps {
@@ -56,6 +56,8 @@ pub(crate) fn finish(
             highest[0] = max(highest[0], most[at]);
             highest[1] = max(highest[1], most[at + 1]);
         }
+        // Of the copies of a query row, a lane's own is the one whose weights had the scales of its channels.
+        let own = (2u32 * t) / comptime!(shape.values.distinct_rows()) == g / comptime!(shape.values.distinct_rows());
         let fade = exp2v(state.most[x] - highest);
         let tiles = comptime!((shape.values.head_dim / 16) as usize);
         #[unroll]
@@ -73,7 +75,7 @@ pub(crate) fn finish(
             out = out * fade;
             // even rows, then odd ones: the lanes of a quad write to neighbouring banks
             let at = warp * comptime!(shape.rows * stride) + row / 2u32 * stride + channel;
-            if row < comptime!(shape.rows) {
+            if row < comptime!(shape.rows) && own {
                 outs[at as usize] = out[0];
                 outs[(at + comptime!(shape.rows / 2 * stride)) as usize] = out[1];
             }
@@ -127,6 +129,6 @@ fn channel_of(g: u32, #[comptime] j: u32, #[comptime] tile: Tile) -> (u32, u32) 
 
 /// What the sums of result j must be multiplied with.
 fn unit_of(j: u32, tile: Tile) -> f32 {
-    let code = if tile.uniform_chunks() { CODE_UNIT } else { 1.0 / EIGHTH };
+    let code = if tile.scaled_weights() { CODE_UNIT } else { 1.0 / EIGHTH };
     code / (1u32 << tile.excess(j % tile.per_half())) as f32
 }

@@ -9,7 +9,7 @@ use super::products::{first_row, score_tile, value_tile};
 use super::ring::{arrive, fetch, wait};
 use super::softmax::{Seen, Softmax, softmax};
 use crate::DType;
-use crate::format::fragments::{F2, KeyTiles, Pair, Quad, Tile, ValueTiles, key_params, value_params};
+use crate::format::fragments::{F2, KeyTiles, Pair, Quad, Single, Tile, ValueTiles, key_params, value_params};
 use crate::format::gpu::float_at;
 
 /// What the kernel must know of a call when it is compiled.
@@ -41,7 +41,7 @@ impl Shape {
         let tile = t * (self.keys.chunks() + self.values.chunks()) + key_params(self.keys) + value_params(self.values);
         let weights = self.columns * t;
         let merge = self.rows * (self.keys.head_dim + 1) * 4 + self.columns * 64;
-        let queries = self.columns * self.keys.head_dim * 16;
+        let queries = (self.columns * self.keys.head_dim).next_multiple_of(32) * 16;
         self.warps * ((tile * self.stages + weights) * 16 + merge) + queries + 256
     }
 }
@@ -81,6 +81,7 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     let octets = comptime!((shape.tokens() / 8) as usize);
     let stages = comptime!(shape.stages);
     let warps = comptime!(shape.warps);
+    let distinct_rows = comptime!(shape.values.distinct_rows());
     let lane = UNIT_POS_X % 32u32;
     let warp = UNIT_POS_X / 32u32;
     let (g, t) = (lane / 4u32, lane % 4u32);
@@ -93,7 +94,8 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     let mut k_params = SharedMemory::<Quad>::new(comptime!((ring * key_params(keys) as usize).max(1)));
     let mut v_params = SharedMemory::<Quad>::new(comptime!((ring * value_params(values) as usize).max(1)));
     let mut weights = SharedMemory::<u32>::new_aligned(comptime!((warps * tokens * 4) as usize * columns), 16usize);
-    let mut query_pairs = SharedMemory::<u32>::new(comptime!(columns * pairs * 32));
+    let mut query_pairs =
+        SharedMemory::<Single>::new_aligned(comptime!((columns * pairs).next_multiple_of(4) * 32), 16usize);
     let arrived0 = Barrier::shared_uninit();
     let arrived1 = Barrier::shared_uninit();
     let arrived2 = Barrier::shared_uninit();
@@ -143,7 +145,7 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     // ---- queries as right operands, in the order of the channels of a lane
     for entry in range_stepped(UNIT_POS_X, comptime!((columns * pairs * 32) as u32), comptime!(warps * 32)) {
         let pair = (entry / 32u32) % comptime!(pairs as u32);
-        let row = entry / comptime!(pairs as u32 * 32) * 8u32 + (entry % 32u32) / 4u32;
+        let row = entry / comptime!(pairs as u32 * 32) * 8u32 + (entry % 32u32) / 4u32 % distinct_rows;
         let half_run = comptime!(keys.run() / 2);
         let channel = (4u32 * (pair / half_run) + entry % 4u32) * comptime!(keys.run()) + 2u32 * (pair % half_run);
         let mut both = Pair::<KE>::new(KE::from_int(0));
@@ -152,19 +154,19 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
             both[0] = KE::cast_from(float_at::<Const<1>>(queries, at, comptime!(shape.q_dtype)));
             both[1] = KE::cast_from(float_at::<Const<1>>(queries, at + 1u32, comptime!(shape.q_dtype)));
         }
-        query_pairs[entry as usize] = u32::reinterpret(both);
+        let at = entry / 128u32 * 128u32 + entry % 32u32 * 4u32 + entry / 32u32 % 4u32;
+        query_pairs[at as usize] = Single::new(u32::reinterpret(both));
     }
     sync_cube();
-    let mut query = Array::<u32>::new(comptime!(columns * pairs));
     let mut prepared = Array::<u32>::new(comptime!(columns * pairs));
     #[unroll]
     for p in 0..comptime!(columns * pairs) {
-        query[p] = query_pairs[p * 32 + lane as usize];
-        prepared[p] = K::prepare::<KE>(query[p], comptime!(p % pairs), keys);
+        let at = comptime!((p / 4 * 128 + p % 4) as u32) + lane * 4u32;
+        prepared[p] = K::prepare::<KE>(query_pairs[at as usize][0], comptime!(p % pairs), keys);
     }
 
     // ---- state
-    let seen = Seen::new(low, high, q_offset, s_q, t, causal, window, columns);
+    let seen = Seen::new(low, high, q_offset, s_q, t, causal, window, columns, distinct_rows);
     let mut state = Softmax::new(columns);
     let tiles = comptime!((values.head_dim / 16) as usize);
     let mut acc = Array::<F2>::new(comptime!(columns * tiles * 2));
@@ -187,7 +189,18 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
         let slot = warp * stages + stage;
         if token < end {
             let mut scores = Array::<F2>::new(comptime!(columns * octets));
-            score_tile::<K, KE>(&query, &prepared, &k_tiles, &k_params, slot, g, t, scale, &mut scores, columns, keys);
+            score_tile::<K, KE>(
+                &query_pairs,
+                &prepared,
+                &k_tiles,
+                &k_params,
+                slot,
+                lane,
+                scale,
+                &mut scores,
+                columns,
+                keys,
+            );
             let mut p = Array::<u32>::new(comptime!(columns * octets));
             softmax::<VE>(
                 &mut scores,

@@ -177,10 +177,18 @@ impl Shape {
     /// The warps, stages and tile for a number of query rows: as many bytes in flight as registers and shared memory allow.
     fn sized(self, rows: u32, limit: u32) -> Option<Shape> {
         let columns = rows.div_ceil(8);
+        // With room for it, each group of a chunk of values gets a copy of the query rows, whose weights take its scales.
+        let copies = Some(self.values.spanned()).filter(|n| n * rows <= 8).unwrap_or(1);
         let rows = rows.next_power_of_two().max(4);
-        let most = if columns == 1 && self.keys.head_dim <= 128 { 12 } else { 8 };
+        // Narrow codes are bound by instructions rather than by loads, and their kernel fits 128 registers.
+        let narrow = [self.keys, self.values].iter().all(|t| t.bits <= 2);
+        let most = match (columns == 1 && self.keys.head_dim <= 128, narrow) {
+            (true, true) => 16,
+            (true, false) => 12,
+            (false, _) => 8,
+        };
         let with = |warps, tokens, stages| {
-            let tile = |t: Tile| Tile { tokens, ..t };
+            let tile = |t: Tile| Tile { tokens, copies, ..t };
             Shape { keys: tile(self.keys), values: tile(self.values), warps, stages, columns, rows, ..self }
         };
         let fits = |shape: &Shape| {
@@ -196,7 +204,7 @@ impl Shape {
 /// The tiles of some rows, or `None` where the kernel does not read them. `axis`: the one that must share parameters.
 fn tile(rows: &Rows, axis: Axis) -> Option<Tile> {
     let head_dim = rows.shape().head_dim as u32;
-    let tile = |bits: u32, group: usize| Tile { head_dim, bits, group: group as u32, tokens: TOKENS as u32 };
+    let tile = |bits: u32, group: usize| Tile { head_dim, bits, group: group as u32, tokens: TOKENS as u32, copies: 1 };
     match rows {
         Rows::Plain(rows) => (rows.data.dtype() != DType::F32 && head_dim.is_multiple_of(16)).then_some(tile(16, 0)),
         Rows::Affine(rows) => {

@@ -3,26 +3,26 @@
 use cubecl::prelude::*;
 
 use crate::format::fragments::{
-    CODE_UNIT, F2, KeyTiles, Pair, Quad, Tile, ValueTiles, key_params, value_params, value_place,
+    CODE_UNIT, F2, KeyTiles, Pair, Quad, Single, Tile, ValueTiles, key_params, value_params, value_place,
 };
 
 /// Scores of a tile, natural scale: block b of 16 tokens, then tokens g and g + 8, then query rows 2t and 2t + 1.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn score_tile<K: KeyTiles, E: Float>(
-    query: &Array<u32>,
+    queries: &SharedMemory<Single>,
     prepared: &Array<u32>,
     tiles: &SharedMemory<Quad>,
     params: &SharedMemory<Quad>,
     slot: u32,
-    g: u32,
-    t: u32,
+    lane: u32,
     scale: f32,
     scores: &mut Array<F2>,
     #[comptime] columns: usize,
     #[comptime] tile: Tile,
 ) {
     let multiply = cmma::MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
+    let (g, t) = (lane / 4u32, lane % 4u32);
     let pairs = comptime!((tile.head_dim / 8) as usize);
     let octets = comptime!((tile.tokens / 8) as usize);
     let chunks = comptime!(tile.chunks());
@@ -32,11 +32,11 @@ pub(super) fn score_tile<K: KeyTiles, E: Float>(
     let mut right = Array::<u32>::new(comptime!(columns * pairs));
     let mut constant = Array::<F2>::new(columns);
     K::operands::<E>(
-        query,
+        queries,
         prepared,
         params,
         slot * comptime!(key_params(tile)),
-        t,
+        lane,
         &mut right,
         &mut constant,
         columns,
@@ -155,7 +155,7 @@ pub(super) fn value_tile<V: ValueTiles, E: Float>(
     let together = comptime!(tile.chunks().min(2) as usize);
     let n = comptime!(tile.per_half());
     let accs = comptime!((tile.head_dim / 16) as usize);
-    let sets = comptime!(if tile.packed() && tile.uniform_chunks() { tile.groups() as usize } else { 1 });
+    let sets = comptime!(tile.sets() as usize);
     #[unroll]
     for block in 0..comptime!((tile.tokens / 16) as usize) {
         let mut right = Array::<u32>::new(comptime!(columns * sets * 2));
@@ -206,7 +206,11 @@ pub(super) fn value_tile<V: ValueTiles, E: Float>(
                         left[3] = Pair::<E>::reinterpret(V::register::<E>(b, sb, eights, comptime!(2 * i + 1), tile));
                     }
                     let j = comptime!(if n == 1 { two as usize } else { (chunk * n / 2 + i) as usize });
-                    let set = comptime!(if sets > 1 { (chunk * tile.per_chunk() / tile.group) as usize } else { 0 });
+                    let set = comptime!(if sets > 1 {
+                        (chunk * tile.per_chunk() / tile.per_chunk().max(tile.group)) as usize
+                    } else {
+                        0
+                    });
                     #[unroll]
                     for x in 0..columns {
                         let r = comptime!((x * sets + set) * 2);

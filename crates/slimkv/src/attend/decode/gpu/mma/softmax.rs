@@ -27,12 +27,13 @@ impl Seen {
         causal: u32,
         window: i32,
         #[comptime] columns: usize,
+        #[comptime] distinct_rows: u32,
     ) -> Seen {
         let mut from = Array::<i32>::new(comptime!(2 * columns));
         let mut to = Array::<i32>::new(comptime!(2 * columns));
         #[unroll]
         for i in 0..comptime!(2 * columns) {
-            let row = comptime!((i / 2 * 8 + i % 2) as u32) + 2u32 * t;
+            let row = comptime!((i / 2 * 8 + i % 2) as u32) + (2u32 * t) % distinct_rows;
             let next = q_offset + (row % s_q) as i32 + 1i32;
             to[i] = select(causal != 0u32, min(next, high as i32), high as i32);
             from[i] = select(window > 0i32, max(next - window, low as i32), low as i32);

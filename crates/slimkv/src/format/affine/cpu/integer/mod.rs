@@ -11,6 +11,7 @@
 
 mod keys;
 mod lanes;
+mod planes;
 mod spread;
 mod values;
 
@@ -39,6 +40,9 @@ impl<'a> Tiles<'a> {
 
 /// The largest magnitude of a 16-bit factor: both planes of it fit a signed byte.
 const LARGEST: f32 = 32512.0;
+
+/// For `vrangeps`: the larger magnitude, as a positive number.
+const LARGER_MAGNITUDE: i32 = 0b1011;
 
 /// The factor that maps `peak` to [`LARGEST`], and its inverse.
 #[inline(always)]

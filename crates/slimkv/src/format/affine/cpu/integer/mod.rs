@@ -11,8 +11,10 @@
 
 mod keys;
 mod lanes;
+mod params;
 mod planes;
 mod spread;
+mod stripes;
 mod values;
 
 pub(crate) use keys::KeyPlan;

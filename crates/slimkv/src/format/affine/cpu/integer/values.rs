@@ -201,18 +201,24 @@ impl IntegerValues<'_> {
             if quad % 4 == 0 {
                 worker.stay_awake();
             }
+            // The last token stands in for those that are missing, whose weights are zero. It is counted: rows of a slice
+            // are counted by a division, which takes as long as all the rest.
+            let last = (tokens.len() - 4 * quad).min(4) - 1;
+            let row = |i: usize| rows.as_ptr().wrapping_add(i.min(last) * plan.row_bytes);
+            let rows = [row(0), row(1), row(2), row(3)];
             if plan.nibbles {
-                self.load_nibbles(rows, step * tiles, k);
+                // SAFETY: each is a row of codes.
+                unsafe { self.load_nibbles(rows, step * tiles, k) };
                 continue;
             }
-            cpu::prefetch(rows.as_ptr().wrapping_add(BLOCK * plan.row_bytes), 4 * plan.row_bytes);
+            cpu::prefetch(rows[0].wrapping_add(BLOCK * plan.row_bytes), 4 * plan.row_bytes);
             for chunk in 0..plan.spread.chunks() {
                 let spreader = plan.spread.chunk(chunk);
                 let zero = _mm512_setzero_si512();
                 let mut t = [zero; 4];
-                for (t, row) in t.iter_mut().zip(rows.chunks_exact(plan.row_bytes)) {
+                for (t, row) in t.iter_mut().zip(rows) {
                     // SAFETY: the row has the width that the plan's spread was made for.
-                    *t = unsafe { spreader.spread(row.as_ptr()) };
+                    *t = unsafe { spreader.spread(row) };
                 }
                 let quads = interleave(t);
                 let to = &mut self.codes[step * tiles + 4 * chunk..][..4];
@@ -225,23 +231,25 @@ impl IntegerValues<'_> {
         // The rest of the last tile: its weights are zero, so any code will do.
     }
 
-    /// Four-bit codes of up to four tokens as row `k` of the tiles from `first` on. Bytes are interleaved before they are
+    /// Four-bit codes of four tokens as row `k` of the tiles from `first` on. Bytes are interleaved before they are
     /// split, which halves the work: of every 32 channels the even ones go to one tile and the odd ones to the next.
+    ///
+    /// # Safety
+    ///
+    /// Each of `rows` is a row of codes.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn load_nibbles(&mut self, rows: &[u8], first: usize, k: usize) {
+    unsafe fn load_nibbles(&mut self, rows: [*const u8; 4], first: usize, k: usize) {
         // Dword `l` of lane `i` to dword `i` of lane `l`: interleaving then gives sixteen consecutive bytes a register.
         let transpose = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         let low = _mm512_set1_epi8(15);
         let width = self.plan.row_bytes;
-        // The last token stands in for those that are missing, whose weights are zero.
-        let last = rows.len() / width - 1;
         for register in 0..width / 64 {
             let mut t = [_mm512_setzero_si512(); 4];
-            for (i, t) in t.iter_mut().enumerate() {
-                // SAFETY: 64 bytes from `64 * register` on are inside a row of the slice; a prefetch never faults.
+            for (t, row) in t.iter_mut().zip(rows) {
+                // SAFETY: 64 bytes from `64 * register` on are inside of the row; a prefetch never faults.
                 let bytes = unsafe {
-                    let row = rows.as_ptr().add(i.min(last) * width + 64 * register);
+                    let row = row.wrapping_add(64 * register);
                     _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(BLOCK * width).cast());
                     _mm512_loadu_si512(row.cast())
                 };

@@ -11,7 +11,10 @@
 
 mod keys;
 mod lanes;
+mod params;
+mod planes;
 mod spread;
+mod stripes;
 mod values;
 
 pub(crate) use keys::KeyPlan;
@@ -39,6 +42,9 @@ impl<'a> Tiles<'a> {
 
 /// The largest magnitude of a 16-bit factor: both planes of it fit a signed byte.
 const LARGEST: f32 = 32512.0;
+
+/// For `vrangeps`: the larger magnitude, as a positive number.
+const LARGER_MAGNITUDE: i32 = 0b1011;
 
 /// The factor that maps `peak` to [`LARGEST`], and its inverse.
 #[inline(always)]

@@ -3,13 +3,12 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use half::f16;
-
+use super::params::Params;
 use super::quantizer;
 use super::spread::{Order, Spread};
+use super::stripes::StripeValues;
 use crate::attend::decode::MAX_ROWS;
 use crate::attend::decode::cpu::{self as skeleton, BLOCK, Block, Values};
-use crate::cpu::floats::{Floats, Widen};
 use crate::cpu::product::{self, Codes, Steps, Sums};
 use crate::cpu::{Isa, Worker};
 use crate::format::affine::Axis;
@@ -31,10 +30,10 @@ const TILE_ROWS: usize = 8;
 
 /// Value codes that share parameters among channels.
 pub(crate) struct ValuePlan<'a> {
-    isa: Isa,
-    rows: Tiles<'a>,
+    pub(super) isa: Isa,
+    pub(super) rows: Tiles<'a>,
     spread: Spread,
-    row_bytes: usize,
+    pub(super) row_bytes: usize,
     nibbles: bool,
 }
 
@@ -52,6 +51,9 @@ impl<'a> ValuePlan<'a> {
 
 impl skeleton::ValuePlan for ValuePlan<'_> {
     fn values<'a>(&'a self, rows: usize) -> Box<dyn Values + 'a> {
+        if let Some(values) = StripeValues::new(self, rows) {
+            return Box::new(values);
+        }
         let groups = self.rows.params[1];
         let tile_rows = rows.next_power_of_two().min(TILE_ROWS);
         Box::new(IntegerValues {
@@ -62,9 +64,7 @@ impl skeleton::ValuePlan for ValuePlan<'_> {
             groups,
             sums: vec![0.0; rows * tile_stride(self.rows.head_dim)],
             offsets: vec![[0.0; 16]; rows * groups],
-            scale: vec![[0.0; BLOCK]; groups],
-            zero: vec![[0.0; BLOCK]; groups],
-            wide: vec![0.0; BLOCK * groups],
+            params: Params::new(self.isa, groups),
             codes: vec![Codes::ZERO; STEPS * 4 * self.spread.chunks()],
             units: vec![0.0; groups],
             planes: vec![Codes::ZERO; STEPS * groups],
@@ -85,11 +85,7 @@ struct IntegerValues<'a> {
     sums: Vec<f32>,
     /// `[rows, groups]`: the weighted zero points, in sixteen parts.
     offsets: Vec<[f32; 16]>,
-    /// `[groups]`: the parameters of a block of tokens.
-    scale: Vec<[f32; BLOCK]>,
-    zero: Vec<[f32; BLOCK]>,
-    /// Parameters as they lie in memory.
-    wide: Vec<f32>,
+    params: Params,
     /// `[steps, tiles]`: codes of 64 tokens and 16 channels. Row `4 (q % 4) + q / 4` of a tile holds tokens `4 q` to
     /// `4 q + 3`, the order in which weights are packed.
     codes: Vec<Codes>,
@@ -161,9 +157,7 @@ impl IntegerValues<'_> {
         let group_of = |tile: usize| (tile * CHANNELS / plan.rows.group).min(plan.rows.params[1] - 1);
         self.load_codes(worker, tokens.clone());
         worker.stay_awake();
-        self.load_params(plan.rows.scale, tokens.clone(), false);
-        worker.stay_awake();
-        self.load_params(plan.rows.zero, tokens, true);
+        self.params.load(&plan.rows, self.matrix, tokens);
         for first in (0..self.rows).step_by(self.tile_rows) {
             let rows = first..(first + self.tile_rows).min(self.rows);
             for group in 0..self.groups {
@@ -207,18 +201,24 @@ impl IntegerValues<'_> {
             if quad % 4 == 0 {
                 worker.stay_awake();
             }
+            // The last token stands in for those that are missing, whose weights are zero. It is counted: rows of a slice
+            // are counted by a division, which takes as long as all the rest.
+            let last = (tokens.len() - 4 * quad).min(4) - 1;
+            let row = |i: usize| rows.as_ptr().wrapping_add(i.min(last) * plan.row_bytes);
+            let rows = [row(0), row(1), row(2), row(3)];
             if plan.nibbles {
-                self.load_nibbles(rows, step * tiles, k);
+                // SAFETY: each is a row of codes.
+                unsafe { self.load_nibbles(rows, step * tiles, k) };
                 continue;
             }
-            cpu::prefetch(rows.as_ptr().wrapping_add(BLOCK * plan.row_bytes), 4 * plan.row_bytes);
+            cpu::prefetch(rows[0].wrapping_add(BLOCK * plan.row_bytes), 4 * plan.row_bytes);
             for chunk in 0..plan.spread.chunks() {
                 let spreader = plan.spread.chunk(chunk);
                 let zero = _mm512_setzero_si512();
                 let mut t = [zero; 4];
-                for (t, row) in t.iter_mut().zip(rows.chunks_exact(plan.row_bytes)) {
+                for (t, row) in t.iter_mut().zip(rows) {
                     // SAFETY: the row has the width that the plan's spread was made for.
-                    *t = unsafe { spreader.spread(row.as_ptr()) };
+                    *t = unsafe { spreader.spread(row) };
                 }
                 let quads = interleave(t);
                 let to = &mut self.codes[step * tiles + 4 * chunk..][..4];
@@ -231,23 +231,25 @@ impl IntegerValues<'_> {
         // The rest of the last tile: its weights are zero, so any code will do.
     }
 
-    /// Four-bit codes of up to four tokens as row `k` of the tiles from `first` on. Bytes are interleaved before they are
+    /// Four-bit codes of four tokens as row `k` of the tiles from `first` on. Bytes are interleaved before they are
     /// split, which halves the work: of every 32 channels the even ones go to one tile and the odd ones to the next.
+    ///
+    /// # Safety
+    ///
+    /// Each of `rows` is a row of codes.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn load_nibbles(&mut self, rows: &[u8], first: usize, k: usize) {
+    unsafe fn load_nibbles(&mut self, rows: [*const u8; 4], first: usize, k: usize) {
         // Dword `l` of lane `i` to dword `i` of lane `l`: interleaving then gives sixteen consecutive bytes a register.
         let transpose = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         let low = _mm512_set1_epi8(15);
         let width = self.plan.row_bytes;
-        // The last token stands in for those that are missing, whose weights are zero.
-        let last = rows.len() / width - 1;
         for register in 0..width / 64 {
             let mut t = [_mm512_setzero_si512(); 4];
-            for (i, t) in t.iter_mut().enumerate() {
-                // SAFETY: 64 bytes from `64 * register` on are inside a row of the slice; a prefetch never faults.
+            for (t, row) in t.iter_mut().zip(rows) {
+                // SAFETY: 64 bytes from `64 * register` on are inside of the row; a prefetch never faults.
                 let bytes = unsafe {
-                    let row = rows.as_ptr().add(i.min(last) * width + 64 * register);
+                    let row = row.wrapping_add(64 * register);
                     _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(BLOCK * width).cast());
                     _mm512_loadu_si512(row.cast())
                 };
@@ -265,39 +267,11 @@ impl IntegerValues<'_> {
         }
     }
 
-    /// The parameters of a block, a row a group; zeros past the tokens.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn load_params(&mut self, params: Floats<'_>, tokens: Range<usize>, zero: bool) {
-        let groups = self.groups;
-        let at = (self.matrix * self.plan.rows.params[0] + tokens.start) * groups;
-        let from = params.part(at, tokens.len() * groups);
-        let ahead = BLOCK * groups * params.element_size();
-        cpu::prefetch(from.address(0).wrapping_add(ahead), ahead);
-        let to = if zero { &mut self.zero } else { &mut self.scale };
-        if let (Floats::F16(from), 4) = (from, groups) {
-            return transpose_four(from, to);
-        }
-        self.plan.isa.run(Widen { from, to: &mut self.wide });
-        self.wide[tokens.len() * groups..].fill(0.0);
-        match groups {
-            1 => to[0].copy_from_slice(&self.wide),
-            2 => transpose_params::<2>(&self.wide, to),
-            4 => transpose_params::<4>(&self.wide, to),
-            _ => {
-                for (group, to) in to.iter_mut().enumerate() {
-                    for (to, from) in to.iter_mut().zip(self.wide.iter().skip(group).step_by(groups)) {
-                        *to = *from;
-                    }
-                }
-            }
-        }
-    }
-
     /// The planes of weight times scale of one group of channels; what one unit of them is worth.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     fn weigh(&mut self, group: usize, rows: Range<usize>, steps: usize, weights: &Block) -> f32 {
-        let scale = &self.scale[group];
+        let scale = &self.params.scale[group];
         // SAFETY: `t + 16 <= BLOCK`, the length of a row.
         let load = |x: &[f32; BLOCK], t: usize| unsafe { _mm512_loadu_ps(x.as_ptr().add(t)) };
         let mut peak = _mm512_setzero_ps();
@@ -340,7 +314,7 @@ impl IntegerValues<'_> {
                 // SAFETY: `t + 32 <= BLOCK`, the length of both.
                 unsafe {
                     let weight = _mm512_loadu_ps(weights.as_ptr().add(t + 16 * i));
-                    let zero = _mm512_loadu_ps(self.zero[group].as_ptr().add(t + 16 * i));
+                    let zero = _mm512_loadu_ps(self.params.zero[group].as_ptr().add(t + 16 * i));
                     *acc = _mm512_fmadd_ps(weight, zero, *acc);
                 }
             }
@@ -362,67 +336,6 @@ fn interleave(t: [__m512i; 4]) -> [__m512i; 4] {
     let (a, b) = (_mm512_unpacklo_epi8(t[0], t[1]), _mm512_unpackhi_epi8(t[0], t[1]));
     let (c, d) = (_mm512_unpacklo_epi8(t[2], t[3]), _mm512_unpackhi_epi8(t[2], t[3]));
     [_mm512_unpacklo_epi16(a, c), _mm512_unpackhi_epi16(a, c), _mm512_unpacklo_epi16(b, d), _mm512_unpackhi_epi16(b, d)]
-}
-
-/// `[tokens, 4]` to `[4, tokens]`; zeros past the tokens.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-fn transpose_four(from: &[f16], to: &mut [[f32; BLOCK]]) {
-    assert_eq!(to.len(), 4);
-    // Of two registers of eight tokens the groups `first` and `first + 1`, each with its sixteen tokens together.
-    let index = |first: i16| {
-        let index: [i16; 32] = std::array::from_fn(|i| (i % 16 * 4 + i / 16) as i16 + first);
-        // SAFETY: the array is 64 bytes.
-        unsafe { _mm512_loadu_si512(index.as_ptr().cast()) }
-    };
-    let indices = [index(0), index(2)];
-    let tokens = from.len() / 4;
-    for t in (0..BLOCK).step_by(16) {
-        let half = |t: usize| {
-            let mask = ((1u64 << (4 * tokens.saturating_sub(t).min(8))) - 1) as u32;
-            // SAFETY: only elements inside the slice are read.
-            unsafe { _mm512_maskz_loadu_epi16(mask, from.as_ptr().wrapping_add(4 * t).cast()) }
-        };
-        let (a, b) = (half(t), half(t + 8));
-        for i in 0..2 {
-            let both = _mm512_permutex2var_epi16(a, indices[i], b);
-            // SAFETY: `t + 16 <= BLOCK`.
-            unsafe {
-                let low = _mm512_castsi512_si256(both);
-                _mm512_storeu_ps(to[2 * i].as_mut_ptr().add(t), _mm512_cvtph_ps(low));
-                let high = _mm512_extracti64x4_epi64::<1>(both);
-                _mm512_storeu_ps(to[2 * i + 1].as_mut_ptr().add(t), _mm512_cvtph_ps(high));
-            }
-        }
-    }
-}
-
-/// `[tokens, G]` to `[G, tokens]`, for `G` 2 or 4.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-fn transpose_params<const G: usize>(from: &[f32], to: &mut [[f32; BLOCK]]) {
-    assert!(from.len() == G * BLOCK && to.len() == G);
-    // Within a register the tokens of each group together, then those parts of `G` registers.
-    let index: [i32; 16] = std::array::from_fn(|i| (i % (16 / G) * G + i / (16 / G)) as i32);
-    for t in (0..BLOCK).step_by(16) {
-        // SAFETY: registers `t G / 16` to `t G / 16 + G - 1` are inside `from`; `t + 16` is inside a row of `to`.
-        unsafe {
-            let index = _mm512_loadu_si512(index.as_ptr().cast());
-            let x: [__m512; G] = std::array::from_fn(|i| {
-                _mm512_permutexvar_ps(index, _mm512_loadu_ps(from.as_ptr().add(t * G + 16 * i)))
-            });
-            let mut store = |group: usize, x: __m512| _mm512_storeu_ps(to[group].as_mut_ptr().add(t), x);
-            if G == 2 {
-                store(0, _mm512_shuffle_f32x4::<0b01_00_01_00>(x[0], x[1]));
-                store(1, _mm512_shuffle_f32x4::<0b11_10_11_10>(x[0], x[1]));
-            } else {
-                let low = [0, 2].map(|i| _mm512_shuffle_f32x4::<0b01_00_01_00>(x[i], x[i + 1]));
-                let high = [0, 2].map(|i| _mm512_shuffle_f32x4::<0b11_10_11_10>(x[i], x[i + 1]));
-                store(0, _mm512_shuffle_f32x4::<0b10_00_10_00>(low[0], low[1]));
-                store(1, _mm512_shuffle_f32x4::<0b11_01_11_01>(low[0], low[1]));
-                store(2, _mm512_shuffle_f32x4::<0b10_00_10_00>(high[0], high[1]));
-                store(3, _mm512_shuffle_f32x4::<0b11_01_11_01>(high[0], high[1]));
-            }
-        }
-    }
 }
 
 /// `total = total * keep + (256 high + low) * unit`.

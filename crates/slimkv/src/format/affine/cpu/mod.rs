@@ -205,14 +205,15 @@ pub(super) fn round_trip(
     Ok(out)
 }
 
-/// Asks for `len` bytes from `from` on, which need not exist.
+/// Asks for `len` bytes from `from` on, which need not exist, into the second-level cache: the first has too few places for
+/// lines on their way from memory.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn prefetch(from: *const u8, len: usize) {
-    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
     for line in (0..len).step_by(64) {
         // SAFETY: a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(line).cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(line).cast()) }
     }
 }
 

@@ -217,7 +217,8 @@ impl Kept {
 /// Whether a scale is so small or so large that it has no reciprocal.
 #[cube]
 fn is_extreme(scale: f32) -> bool {
-    !(scale >= 1e-30f32 && scale <= 1e30f32)
+    let (enough, not_too_much) = (scale >= 1e-30f32, scale <= 1e30f32);
+    !(enough && not_too_much)
 }
 
 /// Keys: a unit is a block of channels of some tokens of a group.

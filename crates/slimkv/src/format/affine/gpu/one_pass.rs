@@ -43,8 +43,9 @@ impl Blocks {
             && shape.group.is_multiple_of(of_group)
             && (shape.by_token || shape.head_dim.is_multiple_of(shape.group));
         let blocks = Blocks { width, tokens, parts, units: UNITS };
-        let fits = tokens * width <= MOST_KEPT && blocks.bytes(shape) <= shared_bytes;
-        (whole && fits && parts.is_power_of_two() && parts <= MOST_PARTS).then_some(blocks)
+        // In this order: a group that is no whole number of parts has no size.
+        let divided = whole && parts.is_power_of_two() && parts <= MOST_PARTS;
+        (divided && tokens * width <= MOST_KEPT && blocks.bytes(shape) <= shared_bytes).then_some(blocks)
     }
 
     /// Shared memory of a cube.

@@ -53,6 +53,36 @@ impl Params {
             }
         }
     }
+
+    /// `offset = offset * keep + factor * (weights times the zero points of a group)`, in sixteen parts.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    pub fn add_zero_points(
+        &self,
+        group: usize,
+        weights: &[f32; BLOCK],
+        keep: f32,
+        factor: f32,
+        offset: &mut [f32; 16],
+    ) {
+        let mut acc = [_mm512_setzero_ps(); 2];
+        for t in (0..BLOCK).step_by(32) {
+            for (i, acc) in acc.iter_mut().enumerate() {
+                // SAFETY: `t + 32 <= BLOCK`, the length of both.
+                unsafe {
+                    let weight = _mm512_loadu_ps(weights.as_ptr().add(t + 16 * i));
+                    let zero = _mm512_loadu_ps(self.zero[group].as_ptr().add(t + 16 * i));
+                    *acc = _mm512_fmadd_ps(weight, zero, *acc);
+                }
+            }
+        }
+        // SAFETY: an offset has sixteen elements.
+        unsafe {
+            let kept = _mm512_mul_ps(_mm512_loadu_ps(offset.as_ptr()), _mm512_set1_ps(keep));
+            let sum = _mm512_fmadd_ps(_mm512_add_ps(acc[0], acc[1]), _mm512_set1_ps(factor), kept);
+            _mm512_storeu_ps(offset.as_mut_ptr(), sum);
+        }
+    }
 }
 
 /// `[tokens, 4]` to `[4, tokens]`; zeros past the tokens.

@@ -167,7 +167,8 @@ impl IntegerValues<'_> {
             worker.stay_awake();
             for group in 0..self.groups {
                 for row in rows.clone() {
-                    self.add_zero_points(group, row, &weights.0[row], keep[row], factor[row]);
+                    let offset = &mut self.offsets[row * self.groups + group];
+                    self.params.add_zero_points(group, &weights.0[row], keep[row], factor[row], offset);
                 }
             }
             for (i, products) in self.products.iter_mut().enumerate() {
@@ -303,29 +304,6 @@ impl IntegerValues<'_> {
             }
         }
         unit
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn add_zero_points(&mut self, group: usize, row: usize, weights: &[f32; BLOCK], keep: f32, factor: f32) {
-        let mut acc = [_mm512_setzero_ps(); 2];
-        for t in (0..BLOCK).step_by(32) {
-            for (i, acc) in acc.iter_mut().enumerate() {
-                // SAFETY: `t + 32 <= BLOCK`, the length of both.
-                unsafe {
-                    let weight = _mm512_loadu_ps(weights.as_ptr().add(t + 16 * i));
-                    let zero = _mm512_loadu_ps(self.params.zero[group].as_ptr().add(t + 16 * i));
-                    *acc = _mm512_fmadd_ps(weight, zero, *acc);
-                }
-            }
-        }
-        let offset = &mut self.offsets[row * self.groups + group];
-        // SAFETY: an offset has sixteen elements.
-        unsafe {
-            let kept = _mm512_mul_ps(_mm512_loadu_ps(offset.as_ptr()), _mm512_set1_ps(keep));
-            let sum = _mm512_fmadd_ps(_mm512_add_ps(acc[0], acc[1]), _mm512_set1_ps(factor), kept);
-            _mm512_storeu_ps(offset.as_mut_ptr(), sum);
-        }
     }
 }
 

@@ -96,9 +96,9 @@ pub(super) fn walk(
             scores[..hide(visible.start)].fill(f32::NEG_INFINITY);
             scores[hide(visible.end)..].fill(f32::NEG_INFINITY);
         }
-        for (r, scores) in block.0[..rows].iter_mut().enumerate() {
+        for (i, scores) in block.0[..rows].chunks_mut(SOFTMAX_ROWS).enumerate() {
             worker.stay_awake();
-            worker.isa().run(Softmax { scores, state: &mut state, r });
+            worker.isa().run(Softmax { scores, state: &mut state, first: i * SOFTMAX_ROWS });
         }
         values.accumulate(worker, range, &block, &state.keep, &state.factor);
     }
@@ -130,11 +130,15 @@ impl Default for State {
     }
 }
 
-/// Turns the scores of row `r` of a block into weights relative to the block's own maximum, and updates the state.
+/// Query rows whose softmax is taken together, so that none waits for the horizontal steps of another.
+const SOFTMAX_ROWS: usize = 4;
+
+/// Turns the scores of up to [`SOFTMAX_ROWS`] rows of a block, from row `first` on, into weights relative to the block's own
+/// maximum, and updates the state.
 struct Softmax<'a> {
-    scores: &'a mut [f32; BLOCK],
+    scores: &'a mut [[f32; BLOCK]],
     state: &'a mut State,
-    r: usize,
+    first: usize,
 }
 
 impl Kernel for Softmax<'_> {
@@ -142,33 +146,50 @@ impl Kernel for Softmax<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Softmax { scores, state, r } = self;
-        let p = scores.as_mut_ptr();
-        let mut max = s.splat(f32::NEG_INFINITY);
-        for i in (0..BLOCK).step_by(S::LANES) {
-            // SAFETY: `LANES` divides `BLOCK`, the length of the row.
-            max = s.max(max, unsafe { s.load(p.add(i)) });
+        let Softmax { scores, state, first } = self;
+        let mut peaks = [f32::NEG_INFINITY; SOFTMAX_ROWS];
+        for (peak, scores) in peaks.iter_mut().zip(scores.iter()) {
+            let mut max = s.splat(f32::NEG_INFINITY);
+            for i in (0..BLOCK).step_by(S::LANES) {
+                // SAFETY: `LANES` divides `BLOCK`, the length of the row.
+                max = s.max(max, unsafe { s.load(scores.as_ptr().add(i)) });
+            }
+            *peak = s.max_lane(max);
         }
-        let block_max = s.max_lane(max);
-        if block_max == f32::NEG_INFINITY {
-            scores.fill(0.0);
-            (state.keep[r], state.factor[r]) = (1.0, 0.0);
-            return;
-        }
-        let mut sum = s.splat(0.0);
-        for i in (0..BLOCK).step_by(S::LANES) {
-            // SAFETY: as above.
-            unsafe {
-                let weight = exp2_nonpositive(s, s.sub(s.load(p.add(i)), s.splat(block_max)));
-                sum = s.add(sum, weight);
-                s.store(p.add(i), weight);
+        let mut sums = [s.splat(0.0); SOFTMAX_ROWS];
+        for ((sum, peak), scores) in sums.iter_mut().zip(peaks).zip(scores.iter_mut()) {
+            // A row that sees nothing keeps scores of minus infinity, whose weights are zero.
+            let peak = s.splat(if peak == f32::NEG_INFINITY { 0.0 } else { peak });
+            for i in (0..BLOCK).step_by(S::LANES) {
+                // SAFETY: as above.
+                unsafe {
+                    let p = scores.as_mut_ptr().add(i);
+                    let weight = exp2_nonpositive(s, s.sub(s.load(p), peak));
+                    *sum = s.add(*sum, weight);
+                    s.store(p, weight);
+                }
             }
         }
-        let old = state.max[r];
-        state.max[r] = old.max(block_max);
+        let sums = s.sum4(sums);
+        for (r, (peak, sum)) in peaks.into_iter().zip(sums).enumerate().take(scores.len()) {
+            state.update(first + r, peak, sum);
+        }
+    }
+}
+
+impl State {
+    /// Takes in a block of row `r` with this maximum and this sum of weights.
+    #[inline(always)]
+    fn update(&mut self, r: usize, peak: f32, sum: f32) {
+        if peak == f32::NEG_INFINITY {
+            (self.keep[r], self.factor[r]) = (1.0, 0.0);
+            return;
+        }
+        let old = self.max[r];
+        self.max[r] = old.max(peak);
         // The larger of the two is kept as it is.
-        let other = (old.min(block_max) - state.max[r]).exp2();
-        (state.keep[r], state.factor[r]) = if old < block_max { (other, 1.0) } else { (1.0, other) };
-        state.sum[r] = state.sum[r] * state.keep[r] + state.factor[r] * s.sum(sum);
+        let other = (old.min(peak) - self.max[r]).exp2();
+        (self.keep[r], self.factor[r]) = if old < peak { (other, 1.0) } else { (1.0, other) };
+        self.sum[r] = self.sum[r] * self.keep[r] + self.factor[r] * sum;
     }
 }

@@ -111,6 +111,33 @@ fn huge_logits() {
 }
 
 #[test]
+fn a_query_that_is_not_finite_leaves_the_others_of_its_group_alone() {
+    let (h, s, d) = (2, 300, 128);
+    for isa in Isa::here() {
+        for bits in [2, 4, 8] {
+            let mut random = Random::new(u64::from(bits));
+            let (keys, values) = (Store::kivi(bits, Axis::Tokens), Store::kivi(bits, Axis::Channels));
+            let segment = segment(&mut random, [1, h, s, d], keys, values, 1);
+            let q = random.tensor(&[1, 4 * h, 1, d], DType::F32).as_slice::<f32>().unwrap().to_vec();
+            let run = |q: &[f32]| {
+                let q = Tensor::from_vec(q.to_vec(), &[1, 4 * h, 1, d]).unwrap();
+                let options = options(d, false, 0, DType::F16);
+                attend(isa, &q, std::slice::from_ref(&segment), options).unwrap().out.to_f32_vec().unwrap()
+            };
+            let good = run(&q);
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut q = q.clone();
+                q[2 * d + 5] = bad;
+                for (i, (a, b)) in run(&q).into_iter().zip(&good).enumerate() {
+                    let right = i / d == 2 || (a - b).abs() <= 2e-3;
+                    assert!(right, "{isa}: {bits} bits, {bad}: row {}, channel {} is {a}, not {b}", i / d, i % d);
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn the_same_bits_for_any_number_of_threads_any_batch_and_again() {
     for isa in Isa::here() {
         for (keys, values) in [

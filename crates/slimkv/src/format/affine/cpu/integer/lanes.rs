@@ -7,15 +7,20 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+use half::{bf16, f16};
+
 use super::planes::{self, Order};
 use super::{KeyPlan, LARGER_MAGNITUDE, LARGEST};
 use crate::attend::decode::cpu::{self as skeleton, Block, Keys, Queries};
-use crate::cpu::Worker;
 use crate::cpu::floats::Floats;
+use crate::cpu::{Aligned, Worker};
 use crate::format::affine::cpu;
 
 /// Query rows at most; fewer are padded with zeros.
 pub(super) const ROWS: usize = 4;
+
+/// Groups of tokens whose units are chosen together.
+const FOLDS: usize = 4;
 
 /// Tokens that are scored together: two registers of them, which share the parameters of a group.
 pub(super) const TOKENS: usize = 32;
@@ -32,14 +37,16 @@ struct Planes {
     /// High and low bytes of each row, in the order of the codes in a packed row: of each word the codes that come first in
     /// their bytes, then those that come second, and so on.
     bytes: [[[u8; CHANNELS]; 2]; ROWS],
-    /// What one unit of a row's planes is worth.
-    unit: [f32; ROWS],
     /// Query times zero points.
     offset: [f32; ROWS],
+    /// What one unit of the planes is worth. Rows share it: what a score may be wrong by does not depend on its row.
+    unit: f32,
+    /// Its inverse.
+    factor: f32,
 }
 
 impl Planes {
-    const ZERO: Planes = Planes { bytes: [[[0; CHANNELS]; 2]; ROWS], unit: [0.0; ROWS], offset: [0.0; ROWS] };
+    const ZERO: Planes = Planes { bytes: [[[0; CHANNELS]; 2]; ROWS], offset: [0.0; ROWS], unit: 0.0, factor: 0.0 };
 }
 
 /// The keys of one KV head, for at most [`ROWS`] query rows.
@@ -48,9 +55,9 @@ pub(super) struct LaneKeys<'a> {
     matrix: usize,
     rows: usize,
     /// `[ROWS, head dimension]`.
-    queries: Vec<f32>,
-    /// Queries times the scales of one group of tokens; an array in `fold` would be filled with zeros each time.
-    products: Vec<[f32; 16]>,
+    queries: Aligned<f32>,
+    /// Of each channel the largest magnitude in a query.
+    peaks: Aligned<f32>,
     /// Of each group of tokens in a block.
     planes: Vec<Planes>,
     /// Bits of a code and bytes of a row as they are multiplied.
@@ -77,9 +84,11 @@ impl<'a> LaneKeys<'a> {
             plan,
             matrix: 0,
             rows,
-            queries: vec![0.0; ROWS * d],
-            products: vec![[0.0; 16]; ROWS * d / 16],
-            planes: (0..skeleton::BLOCK.div_ceil(plan.rows.group) + 1).map(|_| Planes::ZERO).collect(),
+            queries: Aligned::zeros(ROWS * d),
+            peaks: Aligned::zeros(d),
+            planes: (0..(skeleton::BLOCK.div_ceil(plan.rows.group) + 1).next_multiple_of(FOLDS))
+                .map(|_| Planes::ZERO)
+                .collect(),
             bits,
             width,
             packed,
@@ -96,6 +105,16 @@ impl Keys for LaneKeys<'_> {
     fn prepare(&mut self, matrix: usize, queries: &Queries) {
         self.matrix = matrix;
         self.queries[..queries.data.len()].copy_from_slice(&queries.data);
+        self.peaks.fill(0.0);
+        let d = self.plan.rows.head_dim;
+        for row in self.queries.chunks_exact_mut(d) {
+            if row.iter().all(|x| x.is_finite()) {
+                self.peaks.iter_mut().zip(row).for_each(|(peak, x)| *peak = peak.max(x.abs()));
+            } else {
+                // Through its zero points it scores NaN, and no other row is rounded in units of infinity.
+                row.fill(f32::NAN);
+            }
+        }
     }
 
     fn scores(&mut self, _: &Worker, tokens: Range<usize>, scores: &mut Block) {
@@ -109,9 +128,12 @@ impl LaneKeys<'_> {
     fn scores_avx512(&mut self, tokens: Range<usize>, scores: &mut Block) {
         let group = self.plan.rows.group;
         let first = tokens.start / group;
-        // All groups before any product, which would wait for the last instructions of a fold.
-        for (i, group) in (first..tokens.end.div_ceil(group)).enumerate() {
-            self.fold(i, group);
+        let groups = first..tokens.end.div_ceil(group);
+        match (self.plan.rows.scale, self.plan.rows.zero) {
+            (Floats::F16(scale), Floats::F16(zero)) => self.fold(groups, scale, zero),
+            (Floats::BF16(scale), Floats::BF16(zero)) => self.fold(groups, scale, zero),
+            (Floats::F32(scale), Floats::F32(zero)) => self.fold(groups, scale, zero),
+            _ => unreachable!("scales and zero points are of one dtype"),
         }
         for start in tokens.clone().step_by(TOKENS) {
             let tile = self.tile(start..(start + TOKENS).min(tokens.end));
@@ -136,60 +158,25 @@ impl LaneKeys<'_> {
         }
     }
 
-    /// Query rows times the parameters of a group of tokens, group `i` of the block.
+    /// Query rows times the parameters of the groups of tokens of a block. All groups come before any product, which would
+    /// wait for the last instructions of a fold.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn fold(&mut self, i: usize, group: usize) {
-        let rows = &self.plan.rows;
-        // Registers of a row. Their number is no constant on purpose: unrolled, the loops below spill.
-        let registers = rows.head_dim / 16;
-        let mut params = [rows.scale, rows.zero];
-        for params in &mut params {
-            let len = rows.head_dim * params.element_size();
-            *params = rows.param_row(*params, self.matrix, group);
-            cpu::prefetch(params.address(0).wrapping_add(skeleton::BLOCK.div_ceil(rows.group) * len), len);
+    fn fold<P: Parameter>(&mut self, groups: Range<usize>, scale: &[P], zero: &[P]) {
+        let d = self.plan.rows.head_dim;
+        let at = (self.matrix * self.plan.rows.params[0] + groups.start) * d;
+        let len = groups.len() * d;
+        let (scale, zero) = (&scale[at..at + len], &zero[at..at + len]);
+        let ahead = 2 * skeleton::BLOCK.div_ceil(self.plan.rows.group) * d;
+        for params in [scale, zero] {
+            cpu::prefetch(params.as_ptr().wrapping_add(ahead).cast(), size_of_val(params));
         }
-        let (planes, queries, products) = (&mut self.planes[i], &self.queries, &mut self.products);
-        assert!(queries.len() == ROWS * 16 * registers && products.len() == ROWS * registers);
-        assert!(16 * registers <= CHANNELS && params.iter().all(|params| params.len() == 16 * registers));
-        let zeros = _mm512_setzero_ps();
-        let (mut peak, mut offset) = ([zeros; ROWS], [zeros; ROWS]);
-        for v in 0..registers {
-            // SAFETY: both have as many registers.
-            let (scale, zero) = unsafe { (load_params(params[0], 16 * v), load_params(params[1], 16 * v)) };
-            for r in 0..ROWS {
-                // SAFETY: register `v` of row `r` is inside the queries and the products.
-                unsafe {
-                    let query = _mm512_loadu_ps(queries.as_ptr().add((r * registers + v) * 16));
-                    let product = _mm512_mul_ps(query, scale);
-                    _mm512_storeu_ps(products.as_mut_ptr().add(r * registers + v).cast(), product);
-                    peak[r] = _mm512_range_ps::<LARGER_MAGNITUDE>(peak[r], product);
-                    offset[r] = _mm512_fmadd_ps(query, zero, offset[r]);
-                }
-            }
+        for (i, planes) in self.planes.chunks_exact_mut(FOLDS).enumerate().take(groups.len().div_ceil(FOLDS)) {
+            let params = scale[i * FOLDS * d..].chunks_exact(d).take(FOLDS);
+            scale_planes(planes, params, &self.peaks);
         }
-        let peak = largest(peak);
-        let some = _mm_cmp_ps_mask::<_CMP_GT_OQ>(peak, _mm_setzero_ps());
-        let mut factor = [0.0; ROWS];
-        // SAFETY: all three hold four elements.
-        unsafe {
-            _mm_storeu_ps(factor.as_mut_ptr(), _mm_maskz_div_ps(some, _mm_set1_ps(LARGEST), peak));
-            _mm_storeu_ps(planes.unit.as_mut_ptr(), _mm_maskz_div_ps(some, peak, _mm_set1_ps(LARGEST)));
-            _mm_storeu_ps(planes.offset.as_mut_ptr(), total(offset));
-        }
-        let order = self.order.load();
-        for r in 0..ROWS {
-            let factor = _mm512_set1_ps(factor[r]);
-            for c in 0..registers / 4 {
-                let mut x = [zeros; 4];
-                for (v, x) in x.iter_mut().enumerate() {
-                    // SAFETY: register `4 c + v` of row `r` is inside the products.
-                    *x = unsafe { _mm512_loadu_ps(products.as_ptr().add(r * registers + 4 * c + v).cast()) };
-                }
-                for (plane, x) in planes.bytes[r].iter_mut().zip(planes::split(x, factor, order)) {
-                    // SAFETY: it has as many bytes as a row has channels.
-                    unsafe { _mm512_storeu_si512(plane.as_mut_ptr().add(64 * c).cast(), x) }
-                }
-            }
+        let params = scale.chunks_exact(d).zip(zero.chunks_exact(d));
+        for (planes, (scale, zero)) in self.planes.iter_mut().zip(params) {
+            fill_planes(planes, scale, zero, &self.queries, self.order.load());
         }
     }
 
@@ -246,28 +233,106 @@ impl LaneKeys<'_> {
     }
 }
 
-/// Sixteen parameters from `at` on.
-///
-/// # Safety
-///
-/// They are inside of `params`.
+/// A dtype of parameters.
+trait Parameter: Copy {
+    /// Sixteen of them.
+    ///
+    /// # Safety
+    ///
+    /// They can be read from `from` on, and the machine has AVX-512.
+    unsafe fn load(from: *const Self) -> __m512;
+}
+
+impl Parameter for f16 {
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load(from: *const Self) -> __m512 {
+        // This form of the instruction can take its operand from memory, which saves a shuffle.
+        // SAFETY: the caller vouches for the elements.
+        unsafe { _mm512_cvt_roundph_ps::<_MM_FROUND_CUR_DIRECTION>(_mm256_loadu_si256(from.cast())) }
+    }
+}
+
+impl Parameter for bf16 {
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load(from: *const Self) -> __m512 {
+        // SAFETY: as above.
+        let bits = unsafe { _mm256_loadu_si256(from.cast()) };
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+    }
+}
+
+impl Parameter for f32 {
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load(from: *const Self) -> __m512 {
+        // SAFETY: as above.
+        unsafe { _mm512_loadu_ps(from) }
+    }
+}
+
+/// Chooses the units of the planes of [`FOLDS`] groups with these scales, by the largest product that any channel can have.
 #[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn load_params(params: Floats<'_>, at: usize) -> __m512 {
-    // SAFETY: the caller vouches for sixteen elements.
-    unsafe {
-        match params {
-            // This form of the instruction can take its operand from memory, which saves a shuffle.
-            Floats::F16(x) => {
-                _mm512_cvt_roundph_ps::<_MM_FROUND_CUR_DIRECTION>(_mm256_loadu_si256(x.as_ptr().add(at).cast()))
-            }
-            Floats::BF16(x) => {
-                let bits = _mm256_loadu_si256(x.as_ptr().add(at).cast());
-                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
-            }
-            Floats::F32(x) => _mm512_loadu_ps(x.as_ptr().add(at)),
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn scale_planes<'a, P: Parameter + 'a>(planes: &mut [Planes], scales: impl Iterator<Item = &'a [P]>, peaks: &[f32]) {
+    let mut peak = [_mm512_setzero_ps(); FOLDS];
+    for (peak, scale) in peak.iter_mut().zip(scales) {
+        assert_eq!(scale.len(), peaks.len());
+        for c in (0..peaks.len()).step_by(16) {
+            // SAFETY: the head dimension, the length of both, is a multiple of 16.
+            let product =
+                unsafe { _mm512_mul_ps(_mm512_loadu_ps(peaks.as_ptr().add(c)), P::load(scale.as_ptr().add(c))) };
+            *peak = _mm512_range_ps::<LARGER_MAGNITUDE>(*peak, product);
         }
     }
+    let peak = largest(peak);
+    let (some, limit) = (_mm_cmp_ps_mask::<_CMP_GT_OQ>(peak, _mm_setzero_ps()), _mm_set1_ps(LARGEST));
+    let (mut factor, mut unit) = ([0.0; FOLDS], [0.0; FOLDS]);
+    // SAFETY: both hold four elements.
+    unsafe {
+        _mm_storeu_ps(factor.as_mut_ptr(), _mm_maskz_div_ps(some, limit, peak));
+        _mm_storeu_ps(unit.as_mut_ptr(), _mm_maskz_div_ps(some, peak, limit));
+    }
+    for (planes, (factor, unit)) in planes.iter_mut().zip(factor.into_iter().zip(unit)) {
+        (planes.factor, planes.unit) = (factor, unit);
+    }
+}
+
+/// Query rows times the parameters of a group, in the units chosen before.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")]
+fn fill_planes<P: Parameter>(planes: &mut Planes, scale: &[P], zero: &[P], queries: &[f32], order: __m512i) {
+    let d = scale.len();
+    assert!(zero.len() == d && queries.len() == ROWS * d && d.is_multiple_of(64) && d <= CHANNELS);
+    let (factor, round) = (_mm512_set1_ps(planes.factor), _mm512_set1_ps(planes::ROUND));
+    let mut offset = [_mm512_setzero_ps(); ROWS];
+    for c in (0..d).step_by(64) {
+        let zeros = [_mm512_setzero_ps(); 4];
+        let (mut s, mut z) = (zeros, zeros);
+        for i in 0..4 {
+            // SAFETY: `c + 64 <= d`, the length of both.
+            unsafe {
+                s[i] = _mm512_mul_ps(P::load(scale.as_ptr().add(c + 16 * i)), factor);
+                z[i] = P::load(zero.as_ptr().add(c + 16 * i));
+            }
+        }
+        for r in 0..ROWS {
+            let mut sums = zeros;
+            for i in 0..4 {
+                // SAFETY: row `r` of the queries has `d` elements.
+                let query = unsafe { _mm512_loadu_ps(queries.as_ptr().add(r * d + c + 16 * i)) };
+                sums[i] = _mm512_fmadd_ps(query, s[i], round);
+                offset[r] = _mm512_fmadd_ps(query, z[i], offset[r]);
+            }
+            for (plane, x) in planes.bytes[r].iter_mut().zip(planes::split(sums, order)) {
+                // SAFETY: `c + 64 <= CHANNELS`.
+                unsafe { _mm512_storeu_si512(plane.as_mut_ptr().add(c).cast(), x) }
+            }
+        }
+    }
+    // SAFETY: there is an offset for each of four rows.
+    unsafe { _mm_storeu_ps(planes.offset.as_mut_ptr(), total(offset)) }
 }
 
 /// Of each query row, of each of its planes, the sums of the first sixteen tokens and of the rest.
@@ -309,7 +374,7 @@ unsafe fn multiply<const BITS: usize, const WIDTH: usize, const R: usize>(
         next = next.wrapping_add(TOKENS * PIECE);
     }
     for (r, scores) in scores.iter_mut().enumerate().take(R) {
-        let (unit, offset) = (_mm512_set1_ps(planes.unit[r]), _mm512_set1_ps(planes.offset[r]));
+        let (unit, offset) = (_mm512_set1_ps(planes.unit), _mm512_set1_ps(planes.offset[r]));
         let to = &mut scores[at..at + TOKENS];
         for half in 0..2 {
             let (high, low) = (_mm512_cvtepi32_ps(acc[r][0][half]), _mm512_cvtepi32_ps(acc[r][1][half]));

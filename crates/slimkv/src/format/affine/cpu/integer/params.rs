@@ -6,23 +6,37 @@ use std::ops::Range;
 use half::f16;
 
 use crate::attend::decode::cpu::BLOCK;
-use crate::cpu::Isa;
 use crate::cpu::floats::{Floats, Widen};
+use crate::cpu::{Aligned, Isa};
 use crate::format::affine::cpu::{self, Tiles};
+
+/// A number for each token of a block.
+#[derive(Clone)]
+#[repr(C, align(64))]
+pub(super) struct Row(pub [f32; BLOCK]);
+
+/// A number in sixteen parts.
+#[derive(Clone)]
+#[repr(C, align(64))]
+pub(super) struct Lanes([f32; 16]);
+
+impl Lanes {
+    pub const ZERO: Lanes = Lanes([0.0; 16]);
+}
 
 /// The parameters of a block of tokens, a row a group of channels.
 pub(super) struct Params {
     isa: Isa,
-    pub scale: Vec<[f32; BLOCK]>,
-    pub zero: Vec<[f32; BLOCK]>,
+    pub scale: Vec<Row>,
+    pub zero: Vec<Row>,
     /// As they lie in memory.
-    wide: Vec<f32>,
+    wide: Aligned<f32>,
 }
 
 impl Params {
     pub fn new(isa: Isa, groups: usize) -> Self {
-        let side = || vec![[0.0; BLOCK]; groups];
-        Params { isa, scale: side(), zero: side(), wide: vec![0.0; BLOCK * groups] }
+        let side = || vec![Row([0.0; BLOCK]); groups];
+        Params { isa, scale: side(), zero: side(), wide: Aligned::zeros(BLOCK * groups) }
     }
 
     /// Takes those of `tokens`; zeros past them.
@@ -32,7 +46,7 @@ impl Params {
         for (params, to) in [(rows.scale, &mut self.scale), (rows.zero, &mut self.zero)] {
             let from = params.part(at, tokens.len() * groups);
             let ahead = BLOCK * groups * params.element_size();
-            cpu::prefetch(from.address(0).wrapping_add(ahead), ahead);
+            cpu::prefetch(from.address(0).wrapping_add(2 * ahead), ahead);
             if let (Floats::F16(from), 4) = (from, groups) {
                 transpose_four(from, to);
                 continue;
@@ -40,12 +54,12 @@ impl Params {
             self.isa.run(Widen { from, to: &mut self.wide });
             self.wide[tokens.len() * groups..].fill(0.0);
             match groups {
-                1 => to[0].copy_from_slice(&self.wide),
+                1 => to[0].0.copy_from_slice(&self.wide),
                 2 => transpose_params::<2>(&self.wide, to),
                 4 => transpose_params::<4>(&self.wide, to),
                 _ => {
                     for (group, to) in to.iter_mut().enumerate() {
-                        for (to, from) in to.iter_mut().zip(self.wide.iter().skip(group).step_by(groups)) {
+                        for (to, from) in to.0.iter_mut().zip(self.wide.iter().skip(group).step_by(groups)) {
                             *to = *from;
                         }
                     }
@@ -53,41 +67,54 @@ impl Params {
             }
         }
     }
+}
 
-    /// `offset = offset * keep + factor * (weights times the zero points of a group)`, in sixteen parts.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    pub fn add_zero_points(
-        &self,
-        group: usize,
-        weights: &[f32; BLOCK],
-        keep: f32,
-        factor: f32,
-        offset: &mut [f32; 16],
-    ) {
-        let mut acc = [_mm512_setzero_ps(); 2];
-        for t in (0..BLOCK).step_by(32) {
-            for (i, acc) in acc.iter_mut().enumerate() {
-                // SAFETY: `t + 32 <= BLOCK`, the length of both.
-                unsafe {
-                    let weight = _mm512_loadu_ps(weights.as_ptr().add(t + 16 * i));
-                    let zero = _mm512_loadu_ps(self.zero[group].as_ptr().add(t + 16 * i));
-                    *acc = _mm512_fmadd_ps(weight, zero, *acc);
-                }
-            }
-        }
-        // SAFETY: an offset has sixteen elements.
-        unsafe {
-            let kept = _mm512_mul_ps(_mm512_loadu_ps(offset.as_ptr()), _mm512_set1_ps(keep));
-            let sum = _mm512_fmadd_ps(_mm512_add_ps(acc[0], acc[1]), _mm512_set1_ps(factor), kept);
-            _mm512_storeu_ps(offset.as_mut_ptr(), sum);
-        }
+/// A number for each token of a block, in registers.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn load(row: &[f32; BLOCK]) -> [__m512; BLOCK / 16] {
+    let mut x = [_mm512_setzero_ps(); BLOCK / 16];
+    for (i, x) in x.iter_mut().enumerate() {
+        // SAFETY: register `i` is inside the row.
+        *x = unsafe { _mm512_loadu_ps(row.as_ptr().add(16 * i)) };
+    }
+    x
+}
+
+/// `offset = offset * keep + factor * (weights times zero points)`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn add_weighted(
+    weights: &[__m512; BLOCK / 16],
+    zero: &[__m512; BLOCK / 16],
+    keep: f32,
+    factor: f32,
+    offset: &mut Lanes,
+) {
+    let mut acc = [_mm512_setzero_ps(); 2];
+    for i in 0..BLOCK / 32 {
+        acc[0] = _mm512_fmadd_ps(weights[2 * i], zero[2 * i], acc[0]);
+        acc[1] = _mm512_fmadd_ps(weights[2 * i + 1], zero[2 * i + 1], acc[1]);
+    }
+    // SAFETY: an offset has sixteen elements.
+    unsafe {
+        let kept = _mm512_mul_ps(_mm512_loadu_ps(offset.0.as_ptr()), _mm512_set1_ps(keep));
+        let sum = _mm512_fmadd_ps(_mm512_add_ps(acc[0], acc[1]), _mm512_set1_ps(factor), kept);
+        _mm512_storeu_ps(offset.0.as_mut_ptr(), sum);
+    }
+}
+
+/// Adds the offset of each group of channels to a row.
+pub(super) fn add_offsets(row: &mut [f32], group: usize, offsets: &[Lanes]) {
+    for (to, offset) in row.chunks_mut(group).zip(offsets) {
+        let offset: f32 = offset.0.iter().sum();
+        to.iter_mut().for_each(|to| *to += offset);
     }
 }
 
 /// `[tokens, 4]` to `[4, tokens]`; zeros past the tokens.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-fn transpose_four(from: &[f16], to: &mut [[f32; BLOCK]]) {
+fn transpose_four(from: &[f16], to: &mut [Row]) {
     assert_eq!(to.len(), 4);
     // Of two registers of eight tokens the groups `first` and `first + 1`, each with its sixteen tokens together.
     let index = |first: i16| {
@@ -109,9 +136,9 @@ fn transpose_four(from: &[f16], to: &mut [[f32; BLOCK]]) {
             // SAFETY: `t + 16 <= BLOCK`.
             unsafe {
                 let low = _mm512_castsi512_si256(both);
-                _mm512_storeu_ps(to[2 * i].as_mut_ptr().add(t), _mm512_cvtph_ps(low));
+                _mm512_storeu_ps(to[2 * i].0.as_mut_ptr().add(t), _mm512_cvtph_ps(low));
                 let high = _mm512_extracti64x4_epi64::<1>(both);
-                _mm512_storeu_ps(to[2 * i + 1].as_mut_ptr().add(t), _mm512_cvtph_ps(high));
+                _mm512_storeu_ps(to[2 * i + 1].0.as_mut_ptr().add(t), _mm512_cvtph_ps(high));
             }
         }
     }
@@ -119,7 +146,7 @@ fn transpose_four(from: &[f16], to: &mut [[f32; BLOCK]]) {
 
 /// `[tokens, G]` to `[G, tokens]`, for `G` 2 or 4.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-fn transpose_params<const G: usize>(from: &[f32], to: &mut [[f32; BLOCK]]) {
+fn transpose_params<const G: usize>(from: &[f32], to: &mut [Row]) {
     assert!(from.len() == G * BLOCK && to.len() == G);
     // Within a register the tokens of each group together, then those parts of `G` registers.
     let index: [i32; 16] = std::array::from_fn(|i| (i % (16 / G) * G + i / (16 / G)) as i32);
@@ -130,7 +157,7 @@ fn transpose_params<const G: usize>(from: &[f32], to: &mut [[f32; BLOCK]]) {
             let x: [__m512; G] = std::array::from_fn(|i| {
                 _mm512_permutexvar_ps(index, _mm512_loadu_ps(from.as_ptr().add(t * G + 16 * i)))
             });
-            let mut store = |group: usize, x: __m512| _mm512_storeu_ps(to[group].as_mut_ptr().add(t), x);
+            let mut store = |group: usize, x: __m512| _mm512_storeu_ps(to[group].0.as_mut_ptr().add(t), x);
             if G == 2 {
                 store(0, _mm512_shuffle_f32x4::<0b01_00_01_00>(x[0], x[1]));
                 store(1, _mm512_shuffle_f32x4::<0b11_10_11_10>(x[0], x[1]));

@@ -2,9 +2,9 @@
 
 use std::arch::x86_64::*;
 
-/// Added to a product, this leaves the product's nearest integer plus 128 in the low 16 bits of the sum: the first term moves
+/// Added to a product of magnitude at most [`LARGEST`](super::LARGEST), this leaves the product's nearest integer plus 128 in the low 16 bits of the sum: the first term moves
 /// the point behind the last bit of a float, the second makes the low byte, less 128, a signed one.
-const ROUND: f32 = 12_582_912.0 + 128.0;
+pub(super) const ROUND: f32 = 12_582_912.0 + 128.0;
 
 /// The order in which the bytes of a plane come.
 #[repr(C, align(64))]
@@ -26,17 +26,16 @@ impl Order {
     }
 }
 
-/// The high and low planes of `factor * x`, whose magnitude is at most [`LARGEST`](super::LARGEST).
+/// The high and low planes of numbers to which [`ROUND`] was added.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-pub(super) fn split(x: [__m512; 4], factor: __m512, order: __m512i) -> [__m512i; 2] {
-    let round = _mm512_set1_ps(ROUND);
-    let mut sums = [_mm512_setzero_si512(); 4];
-    for i in 0..4 {
-        sums[i] = _mm512_castps_si512(_mm512_fmadd_ps(x[i], factor, round));
+pub(super) fn split(x: [__m512; 4], order: __m512i) -> [__m512i; 2] {
+    let mut bits = [_mm512_setzero_si512(); 4];
+    for (bits, x) in bits.iter_mut().zip(x) {
+        *bits = _mm512_castps_si512(x);
     }
     // Low bytes of 32 elements in the low half, high bytes in the high half.
-    let (a, b) = (_mm512_permutex2var_epi8(sums[0], order, sums[1]), _mm512_permutex2var_epi8(sums[2], order, sums[3]));
+    let (a, b) = (_mm512_permutex2var_epi8(bits[0], order, bits[1]), _mm512_permutex2var_epi8(bits[2], order, bits[3]));
     let low = _mm512_inserti64x4::<1>(a, _mm512_castsi512_si256(b));
     [_mm512_shuffle_i64x2::<0b11_10_11_10>(a, b), _mm512_xor_si512(low, _mm512_set1_epi8(-128))]
 }

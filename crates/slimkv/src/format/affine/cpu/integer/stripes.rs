@@ -6,12 +6,12 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::params::Params;
+use super::params::{self, Lanes, Params, load};
 use super::planes::{self, Order};
 use super::{LARGER_MAGNITUDE, ValuePlan, quantizer};
 use crate::attend::decode::MAX_ROWS;
 use crate::attend::decode::cpu::{BLOCK, Block, Values};
-use crate::cpu::Worker;
+use crate::cpu::{Aligned, Worker};
 use crate::format::affine::cpu;
 
 /// Query rows at most.
@@ -38,9 +38,9 @@ pub(super) struct StripeValues<'a> {
     /// Stripes of a group.
     stripes: usize,
     /// `[rows, head dimension]`: the sums without zero points; of each stripe the channels of one register, then of the other.
-    sums: Vec<f32>,
+    sums: Aligned<f32>,
     /// `[rows, groups]`: the weighted zero points, in sixteen parts.
-    offsets: Vec<[f32; 16]>,
+    offsets: Vec<Lanes>,
     params: Params,
     /// `[groups]`.
     planes: Vec<Planes>,
@@ -49,7 +49,7 @@ pub(super) struct StripeValues<'a> {
     /// Rows of the last tokens where these are no whole quad.
     rest: Vec<u8>,
     order: Order,
-    interleave: Interleave,
+    layout: Layout,
 }
 
 /// A stripe of the codes of a block.
@@ -60,17 +60,40 @@ struct Stripe<'a> {
     tokens: usize,
 }
 
-/// Where bytes go so that those of a channel come together.
+/// How the codes of four tokens become two registers, sixteen channels each.
 #[repr(C, align(64))]
-struct Interleave([u8; 64]);
+struct Layout {
+    /// Where bytes go so that those of a channel come together.
+    bytes: [u8; 64],
+    /// How far a dword is shifted in each of the two registers, for codes of one or two bits.
+    shifts: [[u32; 16]; 2],
+    /// The channel of each dword.
+    channels: [[u8; 16]; 2],
+}
 
-impl Interleave {
+impl Layout {
     fn new(bits: usize) -> Self {
-        Interleave(std::array::from_fn(|to| {
-            let (channel, token) = (to / 4, to % 4);
-            // Four-bit codes come as a lane a token, eight-bit ones with tokens 0 and 2 alternating, then tokens 1 and 3.
-            (if bits == 4 { 16 * token + channel } else { 2 * channel + token / 2 + 32 * (token % 2) }) as u8
-        }))
+        // Bytes of a stripe in a row, and codes of a byte.
+        let (width, codes) = (bits * CHANNELS / 8, 8 / bits);
+        let mut layout = Layout { bytes: [0; 64], shifts: [[0; 16]; 2], channels: [[0; 16]; 2] };
+        for lane in 0..16 {
+            for token in 0..QUAD {
+                // Rows come one after another, those of one or two bits repeated to fill the register; eight-bit codes
+                // with tokens 0 and 2 alternating, then tokens 1 and 3.
+                let from =
+                    if bits == 8 { 2 * lane + token / 2 + 32 * (token % 2) } else { width * token + lane % width };
+                layout.bytes[4 * lane + token] = from as u8;
+            }
+            for register in 0..2 {
+                // Which of the codes of its byte.
+                let code = (16 * register + lane) / width;
+                layout.shifts[register][lane] = (bits * code) as u32;
+                let channel =
+                    if bits == 8 { lane % 8 + 8 * register + 16 * (lane / 8) } else { codes * (lane % width) + code };
+                layout.channels[register][lane] = channel as u8;
+            }
+        }
+        layout
     }
 }
 
@@ -80,21 +103,21 @@ impl<'a> StripeValues<'a> {
         let (d, group, groups) = (plan.rows.head_dim, plan.rows.group, plan.rows.params[1]);
         let (bits, _) = plan.rows.row_layout();
         let whole = d.is_multiple_of(CHANNELS) && (group.is_multiple_of(CHANNELS) || group >= d);
-        (whole && rows <= ROWS && matches!(bits, 4 | 8)).then(|| StripeValues {
+        (whole && rows <= ROWS && matches!(bits, 1 | 2 | 4 | 8)).then(|| StripeValues {
             plan,
             matrix: 0,
             rows,
             groups,
             bits: bits as usize,
             stripes: group.min(d) / CHANNELS,
-            sums: vec![0.0; rows * d],
-            offsets: vec![[0.0; 16]; rows * groups],
+            sums: Aligned::zeros(rows * d),
+            offsets: vec![Lanes::ZERO; rows * groups],
             params: Params::new(plan.isa, groups),
             planes: vec![Planes([[[0; BLOCK]; 2]; ROWS]); groups],
             units: vec![0.0; groups],
             rest: vec![0; QUAD * plan.row_bytes],
             order: Order::new(|i| i),
-            interleave: Interleave::new(bits as usize),
+            layout: Layout::new(bits as usize),
         })
     }
 }
@@ -103,7 +126,7 @@ impl Values for StripeValues<'_> {
     fn prepare(&mut self, matrix: usize) {
         self.matrix = matrix;
         self.sums.fill(0.0);
-        self.offsets.fill([0.0; 16]);
+        self.offsets.fill(Lanes::ZERO);
     }
 
     fn accumulate(
@@ -119,21 +142,15 @@ impl Values for StripeValues<'_> {
     }
 
     fn finish(&mut self, sums: &mut [f32]) {
-        let (d, group, bits) = (self.plan.rows.head_dim, self.plan.rows.group, self.bits);
+        let (d, group) = (self.plan.rows.head_dim, self.plan.rows.group);
         let offsets = self.offsets.chunks_exact(self.groups);
         for ((to, from), offsets) in sums.chunks_exact_mut(d).zip(self.sums.chunks_exact(d)).zip(offsets) {
             for (to, from) in to.chunks_exact_mut(CHANNELS).zip(from.chunks_exact(CHANNELS)) {
-                for (i, from) in from.iter().enumerate() {
-                    let (register, lane) = (i / 16, i % 16);
-                    let channel =
-                        if bits == 4 { 2 * lane + register } else { lane % 8 + 8 * register + 16 * (lane / 8) };
-                    to[channel] = *from;
+                for (channel, from) in self.layout.channels.as_flattened().iter().zip(from) {
+                    to[usize::from(*channel)] = *from;
                 }
             }
-            for (to, offset) in to.chunks_mut(group).zip(offsets) {
-                let offset: f32 = offset.iter().sum();
-                to.iter_mut().for_each(|to| *to += offset);
-            }
+            params::add_offsets(to, group, offsets);
         }
     }
 }
@@ -151,11 +168,7 @@ impl StripeValues<'_> {
         self.params.load(rows, self.matrix, tokens.clone());
         // All groups before any product, which would wait for the last instructions of a group.
         for group in 0..self.groups {
-            self.units[group] = self.weigh(group, weights);
-            for row in 0..self.rows {
-                let offset = &mut self.offsets[row * self.groups + group];
-                self.params.add_zero_points(group, &weights.0[row], keep[row], factor[row], offset);
-            }
+            self.weigh(group, weights, keep, factor);
         }
         let at = (self.matrix * rows.capacity + tokens.start) * width;
         let codes = &rows.code_bytes()[at..at + tokens.len() * width];
@@ -168,47 +181,65 @@ impl StripeValues<'_> {
                     break;
                 }
                 let stripe = Stripe { group, stripe, codes, tokens: tokens.len() };
-                match (self.bits, self.rows) {
-                    (4, 1) => self.multiply::<4, 1>(stripe, keep, factor),
-                    (4, 2) => self.multiply::<4, 2>(stripe, keep, factor),
-                    (4, _) => self.multiply::<4, 4>(stripe, keep, factor),
-                    (_, 1) => self.multiply::<8, 1>(stripe, keep, factor),
-                    (_, 2) => self.multiply::<8, 2>(stripe, keep, factor),
-                    _ => self.multiply::<8, 4>(stripe, keep, factor),
+                match self.bits {
+                    1 => self.multiply_rows::<1>(stripe, keep, factor),
+                    2 => self.multiply_rows::<2>(stripe, keep, factor),
+                    4 => self.multiply_rows::<4>(stripe, keep, factor),
+                    _ => self.multiply_rows::<8>(stripe, keep, factor),
                 }
             }
         }
     }
 
-    /// The planes of weight times scale of one group of channels; what one unit of them is worth.
+    /// The planes of weight times scale of one group of channels, and the weighted zero points.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn weigh(&mut self, group: usize, weights: &Block) -> f32 {
-        let mut scale = [_mm512_setzero_ps(); BLOCK / 16];
+    fn weigh(&mut self, group: usize, weights: &Block, keep: &[f32; MAX_ROWS], factor: &[f32; MAX_ROWS]) {
+        let mut scale = load(&self.params.scale[group].0);
+        let zero = load(&self.params.zero[group].0);
         let mut peak = _mm512_setzero_ps();
-        for (i, scale) in scale.iter_mut().enumerate() {
-            // SAFETY: register `i` is inside the row.
-            *scale = unsafe { _mm512_loadu_ps(self.params.scale[group].as_ptr().add(16 * i)) };
-            peak = _mm512_range_ps::<LARGER_MAGNITUDE>(peak, *scale);
+        for scale in scale {
+            peak = _mm512_range_ps::<LARGER_MAGNITUDE>(peak, scale);
         }
         let (to_integer, unit) = quantizer(_mm512_reduce_max_ps(peak));
-        let (factor, order) = (_mm512_set1_ps(to_integer), self.order.load());
+        self.units[group] = unit;
+        let (to_integer, round) = (_mm512_set1_ps(to_integer), _mm512_set1_ps(planes::ROUND));
+        for scale in &mut scale {
+            *scale = _mm512_mul_ps(*scale, to_integer);
+        }
+        let order = self.order.load();
         let planes = &mut self.planes[group].0;
-        for (row, planes) in planes.iter_mut().enumerate().take(self.rows) {
+        for (r, planes) in planes.iter_mut().enumerate().take(self.rows) {
+            let weights = load(&weights.0[r]);
+            params::add_weighted(&weights, &zero, keep[r], factor[r], &mut self.offsets[r * self.groups + group]);
             for step in 0..BLOCK / 64 {
-                let mut products = [_mm512_setzero_ps(); 4];
+                let mut products = [round; 4];
                 for (i, product) in products.iter_mut().enumerate() {
-                    // SAFETY: register `4 step + i` is inside the row.
-                    let weight = unsafe { _mm512_loadu_ps(weights.0[row].as_ptr().add(64 * step + 16 * i)) };
-                    *product = _mm512_mul_ps(weight, scale[4 * step + i]);
+                    *product = _mm512_fmadd_ps(weights[4 * step + i], scale[4 * step + i], round);
                 }
-                for (plane, x) in planes.iter_mut().zip(planes::split(products, factor, order)) {
+                for (plane, x) in planes.iter_mut().zip(planes::split(products, order)) {
                     // SAFETY: `64 step + 64 <= BLOCK`.
                     unsafe { _mm512_storeu_si512(plane.as_mut_ptr().add(64 * step).cast(), x) }
                 }
             }
         }
-        unit
+    }
+
+    /// Adds the products of all query rows with the codes of a stripe to the sums. Not inlined: each of its many forms has
+    /// the registers for itself.
+    #[inline(never)]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    fn multiply_rows<const BITS: usize>(
+        &mut self,
+        stripe: Stripe<'_>,
+        keep: &[f32; MAX_ROWS],
+        factor: &[f32; MAX_ROWS],
+    ) {
+        match self.rows {
+            1 => self.multiply::<BITS, 1>(stripe, keep, factor),
+            2 => self.multiply::<BITS, 2>(stripe, keep, factor),
+            _ => self.multiply::<BITS, 4>(stripe, keep, factor),
+        }
     }
 
     /// Adds the products of `R` query rows with the codes of a stripe to the sums.
@@ -231,13 +262,17 @@ impl StripeValues<'_> {
         let mut weights = self.planes[group].0.as_ptr().cast::<u8>();
         // Each stripe asks for its share of the next block, so that it comes evenly.
         let mut next = codes.as_ptr().wrapping_add(BLOCK * width + stripe * BLOCK * bytes);
-        // SAFETY: the table is an aligned 64 bytes.
-        let interleave = unsafe { _mm512_load_si512(self.interleave.0.as_ptr().cast()) };
+        // SAFETY: each table is an aligned 64 bytes.
+        let (interleave, shifts) = unsafe {
+            let [a, b] = &self.layout.shifts;
+            let shifts = [_mm512_load_si512(a.as_ptr().cast()), _mm512_load_si512(b.as_ptr().cast())];
+            (_mm512_load_si512(self.layout.bytes.as_ptr().cast()), shifts)
+        };
         let mut acc = [[[_mm512_setzero_si512(); 2]; 2]; R];
         for quad in 0..quads {
             let from = if quad < whole { rows } else { self.rest.as_ptr().wrapping_add(at) };
             // SAFETY: a stripe is inside of four rows from there on.
-            let codes = unsafe { load_quad::<BITS>(from, width, interleave) };
+            let codes = unsafe { load_quad::<BITS>(from, width, interleave, shifts) };
             rows = rows.wrapping_add(QUAD * width);
             cpu::prefetch(next, ahead);
             next = next.wrapping_add(ahead);
@@ -276,7 +311,7 @@ impl StripeValues<'_> {
     }
 }
 
-/// Sixteen channels of four tokens, and the other sixteen of a stripe; of four-bit codes the even channels, and whole bytes:
+/// Sixteen channels of four tokens, and the other sixteen of a stripe, as the [`Layout`] says; of four-bit codes the even channels, and whole bytes:
 /// sixteen times the odd ones plus the even ones.
 ///
 /// # Safety
@@ -284,10 +319,30 @@ impl StripeValues<'_> {
 /// A stripe can be read from `row` on, and from every `width` bytes after it for four rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-unsafe fn load_quad<const BITS: usize>(row: *const u8, width: usize, interleave: __m512i) -> [__m512i; 2] {
+unsafe fn load_quad<const BITS: usize>(
+    row: *const u8,
+    width: usize,
+    interleave: __m512i,
+    shifts: [__m512i; 2],
+) -> [__m512i; 2] {
     let at = [row, row.wrapping_add(width), row.wrapping_add(2 * width), row.wrapping_add(3 * width)];
     // SAFETY: the caller vouches for all rows.
     unsafe {
+        if BITS < 4 {
+            // What is inserted by a mask comes from memory, which leaves port 5 to the instructions below.
+            let x = if BITS == 2 {
+                let part = |i: usize| _mm512_set1_epi64(at[i].cast::<i64>().read_unaligned());
+                let x = _mm512_mask_mov_epi64(part(0), 0b10, part(1));
+                _mm512_mask_mov_epi64(_mm512_mask_mov_epi64(x, 0b100, part(2)), 0b1000, part(3))
+            } else {
+                let part = |i: usize| _mm512_set1_epi32(at[i].cast::<i32>().read_unaligned());
+                let x = _mm512_mask_mov_epi32(part(0), 0b10, part(1));
+                _mm512_mask_mov_epi32(_mm512_mask_mov_epi32(x, 0b100, part(2)), 0b1000, part(3))
+            };
+            let (bytes, mask) = (_mm512_permutexvar_epi8(interleave, x), _mm512_set1_epi8((1 << BITS) - 1));
+            let [a, b] = [_mm512_srlv_epi32(bytes, shifts[0]), _mm512_srlv_epi32(bytes, shifts[1])];
+            return [_mm512_and_si512(a, mask), _mm512_and_si512(b, mask)];
+        }
         if BITS == 4 {
             let x = _mm512_castsi128_si512(_mm_loadu_si128(at[0].cast()));
             let x = _mm512_inserti32x4::<1>(x, _mm_loadu_si128(at[1].cast()));

@@ -3,14 +3,14 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::params::Params;
-use super::quantizer;
+use super::params::{self, Lanes, Params, load};
 use super::spread::{Order, Spread};
 use super::stripes::StripeValues;
+use super::{LARGER_MAGNITUDE, quantizer};
 use crate::attend::decode::MAX_ROWS;
 use crate::attend::decode::cpu::{self as skeleton, BLOCK, Block, Values};
 use crate::cpu::product::{self, Codes, Steps, Sums};
-use crate::cpu::{Isa, Worker};
+use crate::cpu::{Aligned, Isa, Worker};
 use crate::format::affine::Axis;
 use crate::format::affine::cpu::{self, Tiles};
 use crate::format::decode_cpu::tile_stride;
@@ -62,8 +62,8 @@ impl skeleton::ValuePlan for ValuePlan<'_> {
             rows,
             tile_rows,
             groups,
-            sums: vec![0.0; rows * tile_stride(self.rows.head_dim)],
-            offsets: vec![[0.0; 16]; rows * groups],
+            sums: Aligned::zeros(rows * tile_stride(self.rows.head_dim)),
+            offsets: vec![Lanes::ZERO; rows * groups],
             params: Params::new(self.isa, groups),
             codes: vec![Codes::ZERO; STEPS * 4 * self.spread.chunks()],
             units: vec![0.0; groups],
@@ -82,9 +82,9 @@ struct IntegerValues<'a> {
     tile_rows: usize,
     groups: usize,
     /// `[rows, stride]`: the sums without zero points.
-    sums: Vec<f32>,
+    sums: Aligned<f32>,
     /// `[rows, groups]`: the weighted zero points, in sixteen parts.
-    offsets: Vec<[f32; 16]>,
+    offsets: Vec<Lanes>,
     params: Params,
     /// `[steps, tiles]`: codes of 64 tokens and 16 channels. Row `4 (q % 4) + q / 4` of a tile holds tokens `4 q` to
     /// `4 q + 3`, the order in which weights are packed.
@@ -101,7 +101,7 @@ impl Values for IntegerValues<'_> {
     fn prepare(&mut self, matrix: usize) {
         self.matrix = matrix;
         self.sums.fill(0.0);
-        self.offsets.fill([0.0; 16]);
+        self.offsets.fill(Lanes::ZERO);
     }
 
     fn accumulate(
@@ -130,10 +130,7 @@ impl Values for IntegerValues<'_> {
             } else {
                 to.copy_from_slice(&from[..d]);
             }
-            for (to, offset) in to.chunks_mut(group).zip(offsets) {
-                let offset: f32 = offset.iter().sum();
-                to.iter_mut().for_each(|to| *to += offset);
-            }
+            params::add_offsets(to, group, offsets);
         }
     }
 }
@@ -166,9 +163,10 @@ impl IntegerValues<'_> {
             }
             worker.stay_awake();
             for group in 0..self.groups {
+                let zero = load(&self.params.zero[group].0);
                 for row in rows.clone() {
                     let offset = &mut self.offsets[row * self.groups + group];
-                    self.params.add_zero_points(group, &weights.0[row], keep[row], factor[row], offset);
+                    params::add_weighted(&load(&weights.0[row]), &zero, keep[row], factor[row], offset);
                 }
             }
             for (i, products) in self.products.iter_mut().enumerate() {
@@ -251,7 +249,7 @@ impl IntegerValues<'_> {
                 // SAFETY: 64 bytes from `64 * register` on are inside of the row; a prefetch never faults.
                 let bytes = unsafe {
                     let row = row.wrapping_add(64 * register);
-                    _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(BLOCK * width).cast());
+                    _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(BLOCK * width).cast());
                     _mm512_loadu_si512(row.cast())
                 };
                 *t = _mm512_permutexvar_epi32(transpose, bytes);
@@ -272,12 +270,10 @@ impl IntegerValues<'_> {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     fn weigh(&mut self, group: usize, rows: Range<usize>, steps: usize, weights: &Block) -> f32 {
-        let scale = &self.params.scale[group];
-        // SAFETY: `t + 16 <= BLOCK`, the length of a row.
-        let load = |x: &[f32; BLOCK], t: usize| unsafe { _mm512_loadu_ps(x.as_ptr().add(t)) };
+        let scale = load(&self.params.scale[group].0);
         let mut peak = _mm512_setzero_ps();
-        for t in (0..BLOCK).step_by(16) {
-            peak = _mm512_max_ps(peak, _mm512_abs_ps(load(scale, t)));
+        for scale in scale {
+            peak = _mm512_range_ps::<LARGER_MAGNITUDE>(peak, scale);
         }
         let (to_integer, unit) = quantizer(_mm512_reduce_max_ps(peak));
         for step in 0..steps {
@@ -285,12 +281,13 @@ impl IntegerValues<'_> {
             let factor = _mm512_set1_ps(to_integer);
             let mut scales = [factor; 4];
             for (i, x) in scales.iter_mut().enumerate() {
-                *x = _mm512_mul_ps(load(scale, step * STEP + 16 * i), factor);
+                *x = _mm512_mul_ps(scale[step * STEP / 16 + i], factor);
             }
             for (r, row) in rows.clone().enumerate() {
                 let mut x = [_mm512_setzero_si512(); 4];
                 for (i, x) in x.iter_mut().enumerate() {
-                    let weight = load(&weights.0[row], step * STEP + 16 * i);
+                    // SAFETY: the row has a register for each sixteen tokens of a step.
+                    let weight = unsafe { _mm512_loadu_ps(weights.0[row].as_ptr().add(step * STEP + 16 * i)) };
                     *x = _mm512_cvtps_epi32(_mm512_mul_ps(weight, scales[i]));
                 }
                 // Bytes come in the order of the packing instructions: four tokens each of the first, second, third and

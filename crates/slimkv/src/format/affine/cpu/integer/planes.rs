@@ -2,8 +2,9 @@
 
 use std::arch::x86_64::*;
 
-/// Added to a product of magnitude at most [`LARGEST`](super::LARGEST), this leaves the product's nearest integer plus 128 in the low 16 bits of the sum: the first term moves
-/// the point behind the last bit of a float, the second makes the low byte, less 128, a signed one.
+/// Added to a product of magnitude at most [`LARGEST`](super::LARGEST), this leaves the product's nearest integer plus 128
+/// in the low 16 bits of the sum: the first term moves the point behind the last bit of a float, the second makes the low
+/// byte, less 128, a signed one.
 pub(super) const ROUND: f32 = 12_582_912.0 + 128.0;
 
 /// The order in which the bytes of a plane come.

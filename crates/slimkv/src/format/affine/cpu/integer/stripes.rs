@@ -311,8 +311,8 @@ impl StripeValues<'_> {
     }
 }
 
-/// Sixteen channels of four tokens, and the other sixteen of a stripe, as the [`Layout`] says; of four-bit codes the even channels, and whole bytes:
-/// sixteen times the odd ones plus the even ones.
+/// Sixteen channels of four tokens, and the other sixteen of a stripe, as the [`Layout`] says; of four-bit codes the even
+/// channels, and whole bytes: sixteen times the odd ones plus the even ones.
 ///
 /// # Safety
 ///

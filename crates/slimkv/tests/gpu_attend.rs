@@ -44,6 +44,15 @@ fn a_result_depends_on_its_own_sequence_alone() {
 }
 
 #[test]
+fn a_query_row_that_is_not_finite_leaves_the_others_alone() {
+    for device in devices() {
+        for segments in [vec![vec![300]], vec![vec![70], vec![9]]] {
+            Case { segments, ..Case::default() }.check_row_that_is_not_finite(&device);
+        }
+    }
+}
+
+#[test]
 fn what_no_device_serves_is_an_error() {
     for device in devices() {
         let case = Case { segments: vec![vec![5]], ..Case::default() };

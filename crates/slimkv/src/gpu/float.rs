@@ -30,6 +30,12 @@ pub(crate) fn is_finite(x: f32) -> bool {
     (u32::reinterpret(x) & 0x7F80_0000u32) != 0x7F80_0000u32
 }
 
+/// Whether a float is 0. NaN is not: `!=` would say on some devices that it is not different either.
+#[cube]
+pub(crate) fn is_zero(x: f32) -> bool {
+    x == 0.0f32
+}
+
 /// Whether a float is NaN, read from its bits.
 #[cube]
 pub(crate) fn is_nan(x: f32) -> bool {

@@ -166,6 +166,41 @@ impl Case {
         (q, segments, options)
     }
 
+    /// The same on a device.
+    pub fn build_on(&self, seed: u64, device: &Device) -> (Tensor, Vec<Segment>, Options) {
+        let (q, segments, options) = self.build(seed);
+        let there = segments.iter().map(|s| segment_to(s, device)).collect();
+        (q.to_device(device).unwrap(), there, options)
+    }
+
+    /// A query row that is NaN or infinite leaves the others alone, and NaN comes out as NaN.
+    pub fn check_row_that_is_not_finite(&self, device: &Device) {
+        let (q, segments, options) = self.build(5);
+        let there: Vec<Segment> = segments.iter().map(|s| segment_to(s, device)).collect();
+        let run = |q: Vec<f32>| {
+            let q = Tensor::from_vec(q, &[1, self.q_heads, self.s_q, self.head_dim]).unwrap();
+            let q = q.to_float(self.q_dtype).unwrap().to_device(device).unwrap();
+            let got = attend::attend("test", &q, &there, options).unwrap();
+            (got.out.to_f32_vec().unwrap(), got.lse.to_f32_vec().unwrap())
+        };
+        let q = q.to_f32_vec().unwrap();
+        let (d, row) = (self.head_dim, 2);
+        let (good, good_lse) = run(q.clone());
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut q = q.clone();
+            q[row * d + 3] = bad;
+            let (out, lse) = run(q);
+            for (i, (a, b)) in out.iter().zip(&good).enumerate() {
+                let right = if i / d == row { !bad.is_nan() || a.is_nan() } else { (a - b).abs() <= 2e-3 };
+                assert!(right, "{device} {self:?}, {bad}: row {}, channel {} is {a}, not {b}", i / d, i % d);
+            }
+            for (i, (a, b)) in lse.iter().zip(&good_lse).enumerate() {
+                let right = if i == row { !bad.is_nan() || a.is_nan() } else { (a - b).abs() <= 1e-2 };
+                assert!(right, "{device} {self:?}, {bad}: lse {i} is {a}, not {b}");
+            }
+        }
+    }
+
     /// Runs the case on a device and compares it with the oracle.
     pub fn check(&self, device: &Device) {
         let (q, segments, options) = self.build(self.head_dim as u64 * 31 + self.segments[0][0] as u64);

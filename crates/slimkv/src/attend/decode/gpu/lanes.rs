@@ -298,7 +298,7 @@ fn lanes<K: ReadRows, V: ReadRows, KC: Size, KP: Size, VC: Size, VP: Size>(
                 most = max(most, planes[p as usize + comptime!(r * shape.planes as usize)]);
             }
             let keep = f32::exp(m[r] - most);
-            let weight = select(scores[r] > f32::new(LOWEST), f32::exp(scores[r] - most), 0.0f32);
+            let weight = select(scores[r] == f32::new(LOWEST), 0.0f32, f32::exp(scores[r] - most));
             weights[UNIT_POS as usize + comptime!(r * shape.units as usize)] = weight;
             l[r] = l[r] * keep + weight;
             m[r] = most;

@@ -10,7 +10,7 @@ use cubecl::server::Handle;
 use super::{Parts, Queries, Skeleton};
 use crate::DType;
 use crate::attend::Geometry;
-use crate::gpu::float::{LOWEST, stored};
+use crate::gpu::float::{LOWEST, is_zero, stored};
 use crate::gpu::{grid, small, word_array};
 
 /// What the kernel must know when it is compiled.
@@ -148,10 +148,10 @@ fn merge_slots<O: Numeric, N: Size>(
                     // A maximum may be infinite: what keeps it is not scaled.
                     let higher = max(most, m);
                     let fade = select(most == higher, 1.0f32, f32::exp(most - higher));
-                    let weight = select(l > 0.0f32, f32::exp(m - higher), 0.0f32);
                     acc *= Vector::<f32, N>::new(fade);
                     sum *= fade;
-                    if l > 0.0f32 {
+                    if !is_zero(l) {
+                        let weight = f32::exp(m - higher);
                         acc += part * Vector::<f32, N>::new(weight);
                         sum += l * weight;
                     }
@@ -178,8 +178,8 @@ fn merge_slots<O: Numeric, N: Size>(
                 for i in 0..lanes {
                     let l = sums[i as usize];
                     let part = outs[(i * columns + column) as usize];
-                    let weight = f32::exp(mosts[i as usize] - most);
-                    if l > 0.0f32 {
+                    if !is_zero(l) {
+                        let weight = f32::exp(mosts[i as usize] - most);
                         acc += part * Vector::<f32, N>::new(weight);
                         sum += l * weight;
                     }
@@ -190,12 +190,12 @@ fn merge_slots<O: Numeric, N: Size>(
         if lane == 0u32 && place < vectors {
             #[unroll]
             for i in 0..vector {
-                let value = select(sum > 0.0f32, acc[i as usize] / sum, 0.0f32);
+                let value = select(is_zero(sum), 0.0f32, acc[i as usize] / sum);
                 let at = target * comptime!(shape.head_dim) + place * vector + i;
                 out[at as usize] = stored::<O>(value, comptime!(shape.dtype));
             }
             if place == 0u32 {
-                lse[target as usize] = select(sum > 0.0f32, most + f32::ln(sum), no_token);
+                lse[target as usize] = select(is_zero(sum), no_token, most + f32::ln(sum));
             }
         }
     }

@@ -358,7 +358,7 @@ fn tiles<K: ReadRows, V: ReadRows, KC: Size, KP: Size, VC: Size, VP: Size>(
         for t in range_stepped(lane, all_tokens, lanes) {
             let at = (soft_row * score_stride + t) as usize;
             let score = scores[at];
-            let weight = select(score > f32::new(LOWEST), f32::exp(score - most), 0.0f32);
+            let weight = select(score == f32::new(LOWEST), 0.0f32, f32::exp(score - most));
             scores[at] = weight;
             sum += weight;
         }

@@ -118,3 +118,50 @@ fn results_do_not_depend_on_the_batch() {
         assert_ne!(first.0, beside.0);
     }
 }
+
+#[test]
+fn a_query_row_that_is_not_finite_leaves_the_others_alone() {
+    for device in devices() {
+        for (k, v) in [(Kind::Plain(F16), Kind::Plain(F16)), (keys(4), values(4)), (keys(2), values(2))] {
+            Case { keys: k, values: v, segments: vec![vec![700], vec![9]], ..case() }
+                .check_row_that_is_not_finite(&device);
+        }
+    }
+}
+
+/// Any KV head's last cube merges, and what it reads of the others must be this call's.
+#[test]
+fn calls_of_different_shapes_and_threads_do_not_disturb_each_other() {
+    let shapes = [(8, 2, 128, 1003, 5), (32, 8, 64, 300, 2000), (16, 1, 256, 9000, 0), (4, 4, 80, 77, 650)];
+    for device in devices() {
+        let cases: Vec<_> = shapes
+            .into_iter()
+            .map(|(q_heads, kv_heads, head_dim, first, second)| {
+                let segments = vec![vec![first], vec![second]];
+                let (keys, values) = (Kind::Plain(F16), Kind::Plain(F16));
+                Case { keys, values, q_heads, kv_heads, head_dim, segments, ..case() }.build_on(3, &device)
+            })
+            .collect();
+        let run = |i: usize| {
+            let (q, segments, options) = &cases[i];
+            attend::attend("test", q, segments, *options).unwrap()
+        };
+        let bytes = |got: attend::Attended| (got.out.to_bytes().unwrap(), got.lse.to_bytes().unwrap());
+        let first: Vec<_> = (0..cases.len()).map(|i| bytes(run(i))).collect();
+        let (run, bytes, first) = (&run, &bytes, &first);
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                scope.spawn(move || {
+                    for round in 0..20 {
+                        // Queued together, so that a launch follows the one before at once.
+                        let all: Vec<_> = (0..first.len()).map(|i| (i + thread + round) % first.len()).collect();
+                        let got: Vec<_> = all.iter().map(|&i| run(i)).collect();
+                        for (i, got) in all.into_iter().zip(got) {
+                            assert!(bytes(got) == first[i], "{:?} in round {round} of thread {thread}", shapes[i]);
+                        }
+                    }
+                });
+            }
+        });
+    }
+}

@@ -86,7 +86,7 @@ impl Gpu {
     /// Zeroed device memory.
     pub fn zeroed(&self, bytes: usize) -> Result<Buffer> {
         let buffer = self.allocate("Tensor::zeros", bytes, true)?;
-        with_client!(self, client => fill(client, buffer.handle(), buffer.words()));
+        with_client!(self, client => fill(client, buffer.handle(), buffer.words(), 0));
         Ok(buffer)
     }
 

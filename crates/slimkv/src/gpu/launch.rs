@@ -26,24 +26,25 @@ pub(crate) fn small<R: Runtime>(client: &ComputeClient<R>, words: &[u32]) -> Han
     client.create_from_slice(bytemuck::cast_slice(words))
 }
 
-/// Fills a buffer with zeros.
-pub(crate) fn fill<R: Runtime>(client: &ComputeClient<R>, buffer: &Handle, words: usize) {
+/// Fills a buffer with one word.
+pub(crate) fn fill<R: Runtime>(client: &ComputeClient<R>, buffer: &Handle, words: usize, word: u32) {
     let quads = words / 4;
     // SAFETY: the kernel compares its position with `quads`, which the buffer holds.
     unsafe {
-        zero_fill::launch_unchecked::<R>(
+        fill_words::launch_unchecked::<R>(
             client,
             grid(quads.div_ceil(UNITS as usize)),
             CubeDim::new_1d(UNITS),
             word_array(buffer, words),
             quads as u32,
+            word,
         );
     }
 }
 
 #[cube(launch_unchecked)]
-fn zero_fill(out: &mut Array<Vector<u32, Const<4>>>, quads: u32) {
+fn fill_words(out: &mut Array<Vector<u32, Const<4>>>, quads: u32, word: u32) {
     if (ABSOLUTE_POS as u32) < quads {
-        out[ABSOLUTE_POS] = Vector::new(0u32);
+        out[ABSOLUTE_POS] = Vector::new(word);
     }
 }

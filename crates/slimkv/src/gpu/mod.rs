@@ -10,6 +10,7 @@ mod launch;
 #[cfg(all(test, feature = "lowering"))]
 mod lowering;
 mod probe;
+pub(crate) mod scratch;
 mod warm;
 
 use std::hash::{Hash, Hasher};

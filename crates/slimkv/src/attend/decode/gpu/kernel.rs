@@ -71,6 +71,11 @@ impl Kernel {
         Cut::new(span, first, count, options, chunk)
     }
 
+    /// Whether it merges for itself, if all of a call do.
+    pub(super) fn merges(&self) -> bool {
+        matches!(self, Kernel::Mma(..))
+    }
+
     /// Writes the partial results of the segment into `slots`.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn launch<R: Runtime>(

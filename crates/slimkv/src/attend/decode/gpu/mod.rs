@@ -2,12 +2,13 @@
 //!
 //! The KV axis of every sequence is cut into splits; a cube handles the query rows of one KV head over one split and
 //! leaves an unnormalised output, the maximum and the sum of its softmax. A second launch merges the partial results of
-//! all splits of all segments in order.
+//! all splits of all segments in order; on tensor cores the last cube of a KV head to finish does.
 //!
 //! ```text
 //! part_o   f32 [rows, slots, D]     row  = (b * Hq + h) * Sq + i
 //! part_ml  f32 [rows, slots, 2]     slot = first slot of the segment + split;  m (natural scale) and l
 //! ```
+//! Behind them is a count of the cubes that finished for each KV head of each sequence.
 //!
 //! A slot whose tokens a row does not see has `m = -3e38` and `l = 0`. Splits are a function of the sequence's own rows
 //! and of the head geometry, and absent slots are skipped, so a result never depends on the rest of the batch.
@@ -129,6 +130,17 @@ pub(crate) struct Parts {
     pub ml: Handle,
     /// Slots of a row.
     pub slots: usize,
+    /// Where the kernels put the merged result, if they merge for themselves.
+    pub merged: Option<Merged>,
+}
+
+/// The result of a call.
+#[derive(Clone)]
+pub(crate) struct Merged {
+    /// `[B, Hq, Sq, D]`.
+    pub out: Handle,
+    /// f32 `[B, Hq, Sq]`.
+    pub lse: Handle,
 }
 
 impl Parts {
@@ -137,14 +149,14 @@ impl Parts {
         (results * head_dim * 4).max(1).next_multiple_of(256)
     }
 
-    fn bytes(results: usize, head_dim: usize) -> usize {
-        Parts::offset(results, head_dim) + results.max(1) * 8
+    fn bytes(results: usize, head_dim: usize, matrices: usize) -> usize {
+        Parts::offset(results, head_dim) + (results.max(1) + matrices) * 8
     }
 
-    fn new(memory: &Handle, results: usize, head_dim: usize, slots: usize) -> Self {
+    fn new(memory: &Handle, results: usize, head_dim: usize, slots: usize, merged: Option<Merged>) -> Self {
         let offset = Parts::offset(results, head_dim) as u64;
         let out = memory.clone().offset_end(memory.size_in_used() - offset);
-        Parts { out, ml: memory.clone().offset_start(offset), slots }
+        Parts { out, ml: memory.clone().offset_start(offset), slots, merged }
     }
 }
 
@@ -191,7 +203,7 @@ pub(crate) fn attend_with(
     options: Options,
     geometry: Geometry,
 ) -> Result<Attended> {
-    let Geometry { batch, q_heads, s_q, head_dim, .. } = geometry;
+    let Geometry { batch, q_heads, kv_heads, s_q, head_dim } = geometry;
     let mut kernels = Vec::with_capacity(segments.len());
     for segment in segments {
         check_extent(op, gpu, segment.keys.shape())?;
@@ -227,8 +239,11 @@ pub(crate) fn attend_with(
             .collect();
         let slots = ends.last().copied().unwrap_or(0);
         let rows = batch * q_heads * count;
-        let memory = gpu.empty(op, Parts::bytes(rows * slots, head_dim))?;
-        let parts = Parts::new(memory.handle(), rows * slots, head_dim, slots);
+        let bytes = Parts::bytes(rows * slots, head_dim, batch * kv_heads);
+        let merges = slots > 0 && count == s_q && kernels.iter().all(Kernel::merges);
+        let memory = if merges { gpu.vacant(op, bytes)? } else { gpu.empty(op, bytes)? };
+        let merged = merges.then(|| Merged { out: out.handle().clone(), lse: lse.handle().clone() });
+        let parts = Parts::new(memory.handle(), rows * slots, head_dim, slots, merged);
         let queries = Queries { handle: handle.clone(), words, dtype: q.dtype(), first, of: s_q };
         let part = Geometry { s_q: count, ..geometry };
         with_client!(gpu, client => {
@@ -239,7 +254,9 @@ pub(crate) fn attend_with(
                     kernel.launch(client, &queries, segment, cuts, end - splits..end, &parts, options, part);
                 }
             }
-            merge(client, skeleton, &parts, &ends, &queries, part, options.out_dtype, out.handle(), lse.handle());
+            if !merges {
+                merge(client, skeleton, &parts, &ends, &queries, part, options.out_dtype, out.handle(), lse.handle());
+            }
         });
         first += count;
     }

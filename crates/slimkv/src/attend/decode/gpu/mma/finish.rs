@@ -6,6 +6,7 @@ use super::kernel::Shape;
 use super::softmax::{Softmax, exp2v, sum_of_column};
 use crate::format::fragments::{CODE_UNIT, EIGHTH, F2, Tile};
 use crate::gpu::float::LOWEST;
+use crate::gpu::scratch::put;
 
 /// Merges the warps of a cube into one slot of its query rows. All warps are past their loops.
 #[cube]
@@ -14,8 +15,8 @@ pub(crate) fn finish(
     state: &mut Softmax,
     acc: &Array<F2>,
     zeros: &Array<F2>,
-    part_o: &mut Array<f32>,
-    part_ml: &mut Array<f32>,
+    part_o: &mut Array<Atomic<u64>>,
+    part_ml: &mut Array<Atomic<u64>>,
     rows: u32,
     first_row: u32,
     slots: u32,
@@ -82,21 +83,24 @@ pub(crate) fn finish(
         }
     }
     sync_cube();
-    for entry in range_stepped(UNIT_POS_X, comptime!(shape.rows * head_dim), comptime!(warps * 32)) {
-        let row = entry / head_dim;
-        let channel = entry % head_dim;
+    for entry in range_stepped(UNIT_POS_X, comptime!(shape.rows * head_dim / 2), comptime!(warps * 32)) {
+        let row = entry / comptime!(head_dim / 2);
+        let channel = entry % comptime!(head_dim / 2) * 2u32;
         let at = (row % 2u32) * comptime!(shape.rows / 2 * stride) + row / 2u32 * stride + channel;
-        let mut out = 0.0f32;
+        let mut left = 0.0f32;
+        let mut right = 0.0f32;
         #[unroll]
         for w in 0..warps {
-            out += outs[(comptime!(w * shape.rows * stride) + at) as usize];
+            left += outs[(comptime!(w * shape.rows * stride) + at) as usize];
+            right += outs[(comptime!(w * shape.rows * stride + 1) + at) as usize];
         }
         if row < rows {
-            part_o[(((first_row + row) * slots + slot) * head_dim + channel) as usize] = out;
+            put(part_o, (((first_row + row) * slots + slot) * head_dim + channel) / 2u32, left, right);
         }
     }
-    if UNIT_POS_X < rows {
-        let row = UNIT_POS_X;
+    // The last warp has the fewest channels to add.
+    if warp == comptime!(warps - 1) && lane < rows {
+        let row = lane;
         let mut highest = f32::new(LOWEST);
         #[unroll]
         for w in 0..warps {
@@ -108,9 +112,7 @@ pub(crate) fn finish(
             let at = (comptime!(w * all) + row) as usize;
             sum += sums[at] * (most[at] - highest).exp();
         }
-        let at = (((first_row + row) * slots + slot) * 2u32) as usize;
-        part_ml[at] = highest;
-        part_ml[at + 1] = sum;
+        put(part_ml, (first_row + row) * slots + slot, highest, sum);
     }
 }
 

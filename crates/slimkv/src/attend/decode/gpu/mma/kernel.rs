@@ -5,12 +5,13 @@ use cubecl::prelude::*;
 
 use super::super::Cuts;
 use super::finish::finish;
+use super::join::{enter, join};
 use super::products::{first_row, score_tile, value_tile};
 use super::ring::{arrive, fetch, wait};
 use super::softmax::{Seen, Softmax, softmax};
 use crate::DType;
 use crate::format::fragments::{F2, KeyTiles, Pair, Quad, Single, Tile, ValueTiles, key_params, value_params};
-use crate::format::gpu::float_at;
+use crate::gpu::float::{from_bf16, from_f16};
 
 /// What the kernel must know of a call when it is compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -27,6 +28,8 @@ pub(crate) struct Shape {
     pub rows: u32,
     /// How queries are stored.
     pub q_dtype: DType,
+    /// How the output is.
+    pub out_dtype: DType,
 }
 
 impl Shape {
@@ -46,7 +49,8 @@ impl Shape {
     }
 }
 
-/// Writes the partial results of one split of one KV head: slot `first_slot + CUBE_POS_X` of its query rows.
+/// Writes the partial results of one split of one KV head: slot `first_slot + CUBE_POS_X` of its query rows. Where `merges` is not 0
+/// the last cube of a KV head to begin merges all slots.
 ///
 /// Every warp takes each `warps`-th tile of the split and keeps `stages` of them in flight or in use. A warp reads only what
 /// it copied itself; the barrier of a stage is shared, since CubeCL can index none by warp.
@@ -61,8 +65,10 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     v_first: &Array<Vector<u32, P>>,
     v_second: &Array<Vector<u32, P>>,
     cuts: &Cuts,
-    part_o: &mut Array<f32>,
-    part_ml: &mut Array<f32>,
+    part_o: &mut Array<Atomic<u64>>,
+    part_ml: &mut Array<Atomic<u64>>,
+    out: &mut Array<u16>,
+    lse: &mut Array<f32>,
     rows: u32,
     s_q: u32,
     capacity: u32,
@@ -72,6 +78,8 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     causal: u32,
     window: i32,
     eights: u32,
+    merges: u32,
+    no_token: f32,
     #[comptime] shape: Shape,
 ) {
     let (keys, values) = comptime!((shape.keys, shape.values));
@@ -105,6 +113,13 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
         arrived2.init_manual(warps);
     }
 
+    // Asked for here, so that nothing waits for the answer.
+    let mut last = SharedMemory::<u32>::new(1usize);
+    let mut before = 0u32;
+    if merges != 0u32 && UNIT_POS_X == 0u32 {
+        before = enter(part_ml, rows, matrix, slots);
+    }
+
     // ---- this cube's tiles
     let (low, high, chunk, q_offset) = cuts.of(CUBE_POS_Z);
     let begin = min(low + CUBE_POS_X * chunk, high);
@@ -112,50 +127,62 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     let rounds = (end - begin + comptime!(warps * tokens - 1)) / comptime!(warps * tokens);
     sync_cube();
 
+    // ---- queries, asked for before the tiles so that they come first: entry i of a unit is pair `i * units + UNIT_POS_X`
+    let entries = comptime!((shape.columns as usize * pairs).div_ceil(shape.warps as usize));
+    let words = comptime!(shape.q_dtype.size() / 2);
+    let mut asked = Array::<u32>::new(comptime!(entries * words));
     #[unroll]
-    for s in 0..stages {
-        if s < rounds {
-            let token = begin + (warp + comptime!(s * warps)) * tokens;
-            if token < end {
-                fetch::<K, V, P>(
-                    k_rows,
-                    k_first,
-                    k_second,
-                    v_rows,
-                    v_first,
-                    v_second,
-                    &mut k_tiles,
-                    &mut k_params,
-                    &mut v_tiles,
-                    &mut v_params,
-                    matrix,
-                    capacity,
-                    high,
-                    token,
-                    warp * stages + s,
-                    lane,
-                    keys,
-                    values,
-                );
+    for i in 0..entries {
+        let (row, channel) = place(UNIT_POS_X + comptime!(i as u32 * warps * 32), pairs as u32, distinct_rows, keys);
+        #[unroll]
+        for word in 0..words {
+            asked[comptime!(i * words + word)] = 0u32;
+            if row < rows {
+                let at = ((matrix * rows + row) * comptime!(keys.head_dim) + channel) / 2u32 * comptime!(words as u32);
+                asked[comptime!(i * words + word)] = queries[at as usize + word][0];
             }
-            arrive(&arrived0, &arrived1, &arrived2, s.runtime(), lane, stages);
         }
     }
 
-    // ---- queries as right operands, in the order of the channels of a lane
-    for entry in range_stepped(UNIT_POS_X, comptime!((columns * pairs * 32) as u32), comptime!(warps * 32)) {
-        let pair = (entry / 32u32) % comptime!(pairs as u32);
-        let row = entry / comptime!(pairs as u32 * 32) * 8u32 + (entry % 32u32) / 4u32 % distinct_rows;
-        let half_run = comptime!(keys.run() / 2);
-        let channel = (4u32 * (pair / half_run) + entry % 4u32) * comptime!(keys.run()) + 2u32 * (pair % half_run);
-        let mut both = Pair::<KE>::new(KE::from_int(0));
-        if row < rows {
-            let at = (matrix * rows + row) * comptime!(keys.head_dim) + channel;
-            both[0] = KE::cast_from(float_at::<Const<1>>(queries, at, comptime!(shape.q_dtype)));
-            both[1] = KE::cast_from(float_at::<Const<1>>(queries, at + 1u32, comptime!(shape.q_dtype)));
+    // Not unrolled: what runs once should be short, for the instruction cache has none of it.
+    for s in 0..min(rounds, stages.runtime()) {
+        let token = begin + (warp + s * warps) * tokens;
+        if token < end {
+            fetch::<K, V, P>(
+                k_rows,
+                k_first,
+                k_second,
+                v_rows,
+                v_first,
+                v_second,
+                &mut k_tiles,
+                &mut k_params,
+                &mut v_tiles,
+                &mut v_params,
+                matrix,
+                capacity,
+                high,
+                token,
+                warp * stages + s,
+                lane,
+                keys,
+                values,
+            );
         }
-        let at = entry / 128u32 * 128u32 + entry % 32u32 * 4u32 + entry / 32u32 % 4u32;
-        query_pairs[at as usize] = Single::new(u32::reinterpret(both));
+        arrive(&arrived0, &arrived1, &arrived2, s, lane, stages);
+    }
+
+    // ---- queries as right operands, in the order of the channels of a lane
+    #[unroll]
+    for i in 0..entries {
+        let entry = UNIT_POS_X + comptime!(i as u32 * warps * 32);
+        if entry < comptime!((columns * pairs * 32) as u32) {
+            let (first, second) = both::<KE>(&asked, comptime!(i * words), comptime!(shape.q_dtype));
+            let mut both = Pair::<KE>::new(first);
+            both[1] = second;
+            let at = entry / 128u32 * 128u32 + entry % 32u32 * 4u32 + entry / 32u32 % 4u32;
+            query_pairs[at as usize] = Single::new(u32::reinterpret(both));
+        }
     }
     sync_cube();
     let mut prepared = Array::<u32>::new(comptime!(columns * pairs));
@@ -180,6 +207,10 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
         zeros[x] = F2::new(0.0f32);
     }
     let v_lane = first_row(lane, values);
+
+    if UNIT_POS_X == 0u32 {
+        last[0] = select(merges != 0u32 && before + 1u32 == slots, 1u32, 0u32);
+    }
 
     let mut stage = 0u32;
     let mut phase = 0u32;
@@ -270,4 +301,26 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
         warp,
         shape,
     );
+    if last[0] != 0u32 {
+        join(part_o, part_ml, out, lse, rows, matrix, slots, no_token, lane, warp, shape);
+    }
+}
+
+/// The query row and the first of the two channels of an entry of the right operands.
+#[cube]
+fn place(entry: u32, #[comptime] pairs: u32, #[comptime] distinct_rows: u32, #[comptime] keys: Tile) -> (u32, u32) {
+    let pair = (entry / 32u32) % pairs;
+    let row = entry / comptime!(pairs * 32) * 8u32 + (entry % 32u32) / 4u32 % distinct_rows;
+    let half_run = comptime!(keys.run() / 2);
+    (row, (4u32 * (pair / half_run) + entry % 4u32) * comptime!(keys.run()) + 2u32 * (pair % half_run))
+}
+
+/// Two elements of a query, from the words that hold them.
+#[cube]
+fn both<E: Float>(words: &Array<u32>, #[comptime] at: usize, #[comptime] dtype: DType) -> (E, E) {
+    match comptime!(dtype) {
+        DType::F16 => (E::cast_from(from_f16(words[at] & 0xFFFFu32)), E::cast_from(from_f16(words[at] >> 16u32))),
+        DType::BF16 => (E::cast_from(from_bf16(words[at] & 0xFFFFu32)), E::cast_from(from_bf16(words[at] >> 16u32))),
+        _ => (E::cast_from(f32::reinterpret(words[at])), E::cast_from(f32::reinterpret(words[comptime!(at + 1)]))),
+    }
 }

@@ -14,6 +14,7 @@
 //! rows as their left operand, so the up to eight query rows of a KV head are a whole right operand.
 
 mod finish;
+mod join;
 mod kernel;
 mod products;
 mod ring;
@@ -97,7 +98,8 @@ impl Mma {
             && [&segment.keys, &segment.values].into_iter().all(|rows| device_has(client, element(rows)));
         let limit = client.properties().hardware.max_shared_memory_size as u32;
         let shape =
-            Shape { keys, values, warps: 0, stages: 0, columns: 0, rows: 0, q_dtype }.sized(rows as u32, limit)?;
+            Shape { keys, values, warps: 0, stages: 0, columns: 0, rows: 0, q_dtype, out_dtype: options.out_dtype }
+                .sized(rows as u32, limit)?;
         served.then_some(Mma { geometry, shape })
     }
 
@@ -140,6 +142,8 @@ impl Mma {
     ) {
         let g = self.geometry;
         let all_rows = g.batch * g.q_heads * g.s_q;
+        // Nothing is written there without a merge.
+        let (out, lse) = parts.merged.as_ref().map_or((&parts.ml, &parts.ml), |merged| (&merged.out, &merged.lse));
         let param_words = (self.shape.values.groups() as usize / 2).max(1);
         // SAFETY: the kernel reads rows below `capacity` and writes slots below `slots`, which the host sized.
         unsafe {
@@ -156,8 +160,10 @@ impl Mma {
                 word_array(&values.params[0], values.param_words),
                 word_array(&values.params[1], values.param_words),
                 cuts,
-                word_array(&parts.out, all_rows * parts.slots * g.head_dim),
-                word_array(&parts.ml, all_rows * parts.slots * 2),
+                word_array(&parts.out, all_rows * parts.slots * g.head_dim / 2),
+                word_array(&parts.ml, all_rows * parts.slots + g.batch * g.kv_heads),
+                word_array(out, all_rows * g.head_dim),
+                word_array(lse, all_rows),
                 (g.group() * g.s_q) as u32,
                 g.s_q as u32,
                 keys.capacity,
@@ -167,6 +173,8 @@ impl Mma {
                 u32::from(options.causal),
                 options.window.min(1 << 30) as i32,
                 EIGHTS,
+                u32::from(parts.merged.is_some()),
+                f32::NEG_INFINITY,
                 self.shape,
             );
         }

@@ -2,7 +2,7 @@
 
 mod gpu;
 
-use gpu::{Case, Kind, devices, segment_to};
+use gpu::{Case, Kind, devices};
 use slimkv::DType::{BF16, F16, F32};
 use slimkv::attend;
 use slimkv::format::Axis;
@@ -101,10 +101,9 @@ fn query_rows_causality_and_windows() {
 fn results_do_not_depend_on_the_batch() {
     for device in devices() {
         let both = Case { keys: keys(4), values: values(4), segments: vec![vec![2100, 2100]], ..case() };
-        let (q, segments, options) = both.build(1);
-        let there: Vec<_> = segments.iter().map(|s| segment_to(s, &device)).collect();
+        let (q, there, options) = both.build_on(1, &device);
         let run = |there: &[attend::Segment]| {
-            let got = attend::attend("test", &q.to_device(&device).unwrap(), there, options).unwrap();
+            let got = attend::attend("test", &q, there, options).unwrap();
             (got.out.to_bytes().unwrap(), got.lse.to_bytes().unwrap())
         };
         let first = run(&there);

@@ -24,13 +24,19 @@ pub(crate) fn rint_exact(x: f32) -> f32 {
     select(rest > 0.5f32 || (rest == 0.5f32 && odd > 0.5f32), below + 1.0f32, below)
 }
 
+/// What a score weighs beside the highest: nothing where it is hidden, that is [`LOWEST`]. NaN is not, and weighs NaN.
+#[cube]
+pub(crate) fn weight_of(score: f32, highest: f32) -> f32 {
+    select(score == f32::new(LOWEST), 0.0f32, f32::exp(score - highest))
+}
+
 /// Whether a float is neither infinite nor NaN, read from its bits.
 #[cube]
 pub(crate) fn is_finite(x: f32) -> bool {
     (u32::reinterpret(x) & 0x7F80_0000u32) != 0x7F80_0000u32
 }
 
-/// Whether a float is 0. NaN is not: `!=` would say on some devices that it is not different either.
+/// Whether a float is 0. Asked this way round because SPIR-V's `!=` is false of NaN.
 #[cube]
 pub(crate) fn is_zero(x: f32) -> bool {
     x == 0.0f32

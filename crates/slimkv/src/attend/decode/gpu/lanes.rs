@@ -13,7 +13,7 @@ use super::{Cuts, CutsLaunch, Parts, Queries};
 use crate::DType;
 use crate::attend::{Geometry, Options};
 use crate::format::gpu::{BLOCK, Layout, ReadRows, Side, float_at, place};
-use crate::gpu::float::LOWEST;
+use crate::gpu::float::{LOWEST, weight_of};
 use crate::gpu::{grid, word_array};
 
 /// Tokens of a tile, and units of a cube: whole planes of any size up to 64.
@@ -298,7 +298,7 @@ fn lanes<K: ReadRows, V: ReadRows, KC: Size, KP: Size, VC: Size, VP: Size>(
                 most = max(most, planes[p as usize + comptime!(r * shape.planes as usize)]);
             }
             let keep = f32::exp(m[r] - most);
-            let weight = select(scores[r] == f32::new(LOWEST), 0.0f32, f32::exp(scores[r] - most));
+            let weight = weight_of(scores[r], most);
             weights[UNIT_POS as usize + comptime!(r * shape.units as usize)] = weight;
             l[r] = l[r] * keep + weight;
             m[r] = most;

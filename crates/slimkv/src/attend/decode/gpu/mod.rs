@@ -2,13 +2,13 @@
 //!
 //! The KV axis of every sequence is cut into splits; a cube handles the query rows of one KV head over one split and
 //! leaves an unnormalised output, the maximum and the sum of its softmax. A second launch merges the partial results of
-//! all splits of all segments in order; on tensor cores the last cube of a KV head to finish does.
+//! all splits of all segments in order; on tensor cores the last cube of a KV head to begin does.
 //!
 //! ```text
 //! part_o   f32 [rows, slots, D]     row  = (b * Hq + h) * Sq + i
 //! part_ml  f32 [rows, slots, 2]     slot = first slot of the segment + split;  m (natural scale) and l
 //! ```
-//! Behind them is a count of the cubes that finished for each KV head of each sequence.
+//! Behind them is a count of the cubes that have begun, for each KV head of each sequence.
 //!
 //! A slot whose tokens a row does not see has `m = -3e38` and `l = 0`. Splits are a function of the sequence's own rows
 //! and of the head geometry, and absent slots are skipped, so a result never depends on the rest of the batch.

@@ -13,7 +13,7 @@ use crate::DType;
 use crate::attend::decode::gpu::{Cuts, CutsLaunch, Parts, Queries};
 use crate::attend::{Geometry, Options};
 use crate::format::gpu::{BLOCK, Layout, ReadRows, Side, float_at, place};
-use crate::gpu::float::LOWEST;
+use crate::gpu::float::{LOWEST, weight_of};
 use crate::gpu::{grid, word_array};
 
 type Quad = Vector<f32, Const<4>>;
@@ -358,7 +358,7 @@ fn tiles<K: ReadRows, V: ReadRows, KC: Size, KP: Size, VC: Size, VP: Size>(
         for t in range_stepped(lane, all_tokens, lanes) {
             let at = (soft_row * score_stride + t) as usize;
             let score = scores[at];
-            let weight = select(score == f32::new(LOWEST), 0.0f32, f32::exp(score - most));
+            let weight = weight_of(score, most);
             scores[at] = weight;
             sum += weight;
         }

@@ -11,7 +11,7 @@ use super::ring::{arrive, fetch, wait};
 use super::softmax::{Seen, Softmax, softmax};
 use crate::DType;
 use crate::format::fragments::{F2, KeyTiles, Pair, Quad, Single, Tile, ValueTiles, key_params, value_params};
-use crate::gpu::float::{from_bf16, from_f16};
+use crate::format::gpu::float_at;
 
 /// What the kernel must know of a call when it is compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -49,15 +49,15 @@ impl Shape {
     }
 }
 
-/// Writes the partial results of one split of one KV head: slot `first_slot + CUBE_POS_X` of its query rows. Where `merges` is not 0
-/// the last cube of a KV head to begin merges all slots.
+/// Writes the partial results of one split of one KV head: slot `first_slot + CUBE_POS_X` of its query rows. Where `merges`
+/// is not 0 the last cube of a KV head to begin merges all slots.
 ///
 /// Every warp takes each `warps`-th tile of the split and keeps `stages` of them in flight or in use. A warp reads only what
 /// it copied itself; the barrier of a stage is shared, since CubeCL can index none by warp.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
-    queries: &Array<Vector<u32, Const<1>>>,
+    queries: &Array<Single>,
     k_rows: &Array<Quad>,
     k_first: &Array<Quad>,
     k_second: &Array<Quad>,
@@ -130,16 +130,16 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     // ---- queries, asked for before the tiles so that they come first: entry i of a unit is pair `i * units + UNIT_POS_X`
     let entries = comptime!((shape.columns as usize * pairs).div_ceil(shape.warps as usize));
     let words = comptime!(shape.q_dtype.size() / 2);
-    let mut asked = Array::<u32>::new(comptime!(entries * words));
+    let mut asked = Array::<Single>::new(comptime!(entries * words));
     #[unroll]
     for i in 0..entries {
         let (row, channel) = place(UNIT_POS_X + comptime!(i as u32 * warps * 32), pairs as u32, distinct_rows, keys);
         #[unroll]
         for word in 0..words {
-            asked[comptime!(i * words + word)] = 0u32;
+            asked[comptime!(i * words + word)] = Single::new(0u32);
             if row < rows {
                 let at = ((matrix * rows + row) * comptime!(keys.head_dim) + channel) / 2u32 * comptime!(words as u32);
-                asked[comptime!(i * words + word)] = queries[at as usize + word][0];
+                asked[comptime!(i * words + word)] = queries[at as usize + word];
             }
         }
     }
@@ -177,9 +177,10 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     for i in 0..entries {
         let entry = UNIT_POS_X + comptime!(i as u32 * warps * 32);
         if entry < comptime!((columns * pairs * 32) as u32) {
-            let (first, second) = both::<KE>(&asked, comptime!(i * words), comptime!(shape.q_dtype));
-            let mut both = Pair::<KE>::new(first);
-            both[1] = second;
+            let element = comptime!(2 * i as u32).runtime();
+            let mut both = Pair::<KE>::new(KE::from_int(0));
+            both[0] = KE::cast_from(float_at::<Const<1>>(&asked, element, comptime!(shape.q_dtype)));
+            both[1] = KE::cast_from(float_at::<Const<1>>(&asked, element + 1u32, comptime!(shape.q_dtype)));
             let at = entry / 128u32 * 128u32 + entry % 32u32 * 4u32 + entry / 32u32 % 4u32;
             query_pairs[at as usize] = Single::new(u32::reinterpret(both));
         }
@@ -313,14 +314,4 @@ fn place(entry: u32, #[comptime] pairs: u32, #[comptime] distinct_rows: u32, #[c
     let row = entry / comptime!(pairs * 32) * 8u32 + (entry % 32u32) / 4u32 % distinct_rows;
     let half_run = comptime!(keys.run() / 2);
     (row, (4u32 * (pair / half_run) + entry % 4u32) * comptime!(keys.run()) + 2u32 * (pair % half_run))
-}
-
-/// Two elements of a query, from the words that hold them.
-#[cube]
-fn both<E: Float>(words: &Array<u32>, #[comptime] at: usize, #[comptime] dtype: DType) -> (E, E) {
-    match comptime!(dtype) {
-        DType::F16 => (E::cast_from(from_f16(words[at] & 0xFFFFu32)), E::cast_from(from_f16(words[at] >> 16u32))),
-        DType::BF16 => (E::cast_from(from_bf16(words[at] & 0xFFFFu32)), E::cast_from(from_bf16(words[at] >> 16u32))),
-        _ => (E::cast_from(f32::reinterpret(words[at])), E::cast_from(f32::reinterpret(words[comptime!(at + 1)]))),
-    }
 }

@@ -44,7 +44,7 @@ impl KeyTiles for AffineTiles {
     }
 
     fn prepare<E: Float>(query: u32, #[comptime] pair: usize, #[comptime] tile: Tile) -> u32 {
-        u32::reinterpret(Pair::<E>::reinterpret(query) * powers::<E>(comptime!(2 * pair as u32), false, tile))
+        u32::reinterpret(Pair::<E>::reinterpret(query) * inverse_powers::<E>(comptime!(2 * pair as u32), tile))
     }
 
     fn operands<E: Float>(
@@ -61,16 +61,19 @@ impl KeyTiles for AffineTiles {
         let multiply = cmma::MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
         let pairs = comptime!((tile.head_dim / 8) as usize);
         let t = lane % 4u32;
-        let queries = queries.to_slice().with_vector_size::<Const<4>>();
+        let distinct = comptime!(tile.distinct_rows());
         let run_chunks = comptime!(tile.run() / 8);
         let loads = comptime!(tile.chunks() / tile.load());
-        // Row g: products with the zero points; row g + 8: with the scales.
-        let mut exact = Array::<F2>::new(comptime!(2 * columns));
+        // The query times the zero points, and times the scales.
+        let mut exact = Array::<F2>::new(comptime!(2 * columns.max(2)));
         // The sum of what the codes are multiplied with.
         let mut rounded = Array::<F2>::new(comptime!(2 * columns));
         #[unroll]
-        for x in 0..comptime!(2 * columns) {
+        for x in 0..comptime!(2 * columns.max(2)) {
             exact[x] = F2::new(0.0f32);
+        }
+        #[unroll]
+        for x in 0..comptime!(2 * columns) {
             rounded[x] = F2::new(0.0f32);
         }
         #[unroll]
@@ -78,40 +81,42 @@ impl KeyTiles for AffineTiles {
             let mut scaled = Array::<u32>::new(comptime!(columns * (tile.run() / 2) as usize));
             #[unroll]
             for u in 0..run_chunks {
-                let id = (comptime!(4 * j) + t) * run_chunks + u;
-                let at = (slot + scale_place(id)) as usize;
-                let scale = kept[at];
-                let zero = kept[at + comptime!((tile.head_dim / 8) as usize)];
-                let mut exact_queries = Array::<Quad>::new(columns);
-                #[unroll]
-                for x in 0..columns {
-                    let quad = comptime!((x * pairs / 4) as u32 + j * run_chunks + u);
-                    exact_queries[x] = queries[(comptime!(quad * 32) + lane) as usize];
-                }
-                #[unroll]
-                for y in 0..2usize {
-                    let mut left = Array::<Pair<E>>::new(4usize);
-                    left[0] = Pair::<E>::reinterpret(zero[y]);
-                    left[1] = Pair::<E>::reinterpret(scale[y]);
-                    left[2] = Pair::<E>::reinterpret(zero[comptime!(y + 2)]);
-                    left[3] = Pair::<E>::reinterpret(scale[comptime!(y + 2)]);
-                    let mut up = Array::<Pair<E>>::new(4usize);
-                    #[unroll]
-                    for z in 0..4usize {
-                        let first = comptime!(((j * run_chunks + u) * 8) + 2 * (y + z / 2 * 2) as u32);
-                        up[z] = powers::<E>(first, true, tile);
-                    }
+                let at = slot + scale_chunk(t, j, u, run_chunks);
+                let scale = kept[at as usize];
+                let zero = kept[(at + comptime!(tile.head_dim / 8)) as usize];
+                if comptime!(tile.copies > 1) {
+                    // Four words are an operand as they lie. Its rows g hold the first and the third, and meet these of the
+                    // query in the columns of an even copy; the rows g + 8 hold the others, for the odd copies.
+                    let odd = lane / 4u32 / distinct % 2u32;
+                    let view = queries.to_slice().with_vector_size::<Const<2>>();
+                    let query = view[(comptime!((j * run_chunks + u) * 64) + lane * 2u32 + odd) as usize];
+                    accumulate::<E>(&multiply, &four::<E>(zero), query[0], query[1], &mut exact, 0usize);
+                    accumulate::<E>(&multiply, &four::<E>(scale), query[0], query[1], &mut exact, 1usize);
+                } else {
+                    let view = queries.to_slice().with_vector_size::<Const<4>>();
                     #[unroll]
                     for x in 0..columns {
-                        let at = comptime!(x * pairs + ((j * run_chunks + u) * 4) as usize + y);
-                        let to = comptime!((x * run_chunks as usize + u as usize) * 4 + y);
-                        let low = times::<E>(prepared[at], scale[y]);
-                        let high = times::<E>(prepared[comptime!(at + 2)], scale[comptime!(y + 2)]);
-                        scaled[to] = low;
-                        scaled[comptime!(to + 2)] = high;
-                        let query = exact_queries[x];
-                        accumulate::<E>(&multiply, &left, query[y], query[comptime!(y + 2)], &mut exact, x);
-                        accumulate::<E>(&multiply, &up, low, high, &mut rounded, x);
+                        let quad = comptime!((x * pairs / 4) as u32 + j * run_chunks + u);
+                        let query = view[(comptime!(quad * 32) + lane) as usize];
+                        #[unroll]
+                        for y in 0..2usize {
+                            let mut left = Array::<Pair<E>>::new(4usize);
+                            left[0] = Pair::<E>::reinterpret(zero[y]);
+                            left[1] = Pair::<E>::reinterpret(scale[y]);
+                            left[2] = Pair::<E>::reinterpret(zero[comptime!(y + 2)]);
+                            left[3] = Pair::<E>::reinterpret(scale[comptime!(y + 2)]);
+                            let (low, high) = (query[comptime!(2 * y)], query[comptime!(2 * y + 1)]);
+                            accumulate::<E>(&multiply, &left, low, high, &mut exact, x);
+                        }
+                    }
+                }
+                #[unroll]
+                for x in 0..columns {
+                    let from = comptime!(x * pairs + ((j * run_chunks + u) * 4) as usize);
+                    let to = comptime!((x * run_chunks as usize + u as usize) * 4);
+                    #[unroll]
+                    for y in 0..4usize {
+                        scaled[comptime!(to + y)] = times::<E>(prepared[comptime!(from + y)], scale[y]);
                     }
                 }
             }
@@ -129,14 +134,41 @@ impl KeyTiles for AffineTiles {
                         zip::<E>(scaled[comptime!(base + low)], scaled[comptime!(base + high)], comptime!(c % 2 == 1));
                 }
             }
+            #[unroll]
+            for p in range_stepped(0u32, comptime!(tile.run() / 2), 2u32) {
+                let mut left = Array::<Pair<E>>::new(4usize);
+                #[unroll]
+                for z in 0..4u32 {
+                    let register = comptime!((p + z / 2) % tile.per_half());
+                    left[z as usize] = Pair::<E>::new(E::new(comptime!((1u32 << tile.excess(register)) as f32)));
+                }
+                #[unroll]
+                for x in 0..columns {
+                    let at = comptime!(x * pairs + (j * tile.run() / 2 + p) as usize);
+                    accumulate::<E>(&multiply, &left, operands[at], operands[comptime!(at + 1)], &mut rounded, x);
+                }
+            }
         }
         // Rounding moved every score of the tile by about as much as it moves the product with the mean code, which is
         // known: without this the error of a log-sum-exp would be that of one score.
-        let mean = comptime!(((1u32 << tile.bits) - 1) as f32 / 2.0);
-        #[unroll]
-        for x in 0..columns {
-            let moved = exact[comptime!(2 * x + 1)] - rounded[comptime!(2 * x)];
-            constant[x] = exact[comptime!(2 * x)] + moved * F2::new(f32::new(mean));
+        let mean = F2::new(f32::new(comptime!(((1u32 << tile.bits) - 1) as f32 / 2.0)));
+        if comptime!(tile.copies > 1) {
+            let even = exact[0] + exact[2] * mean;
+            let odd = exact[1] + exact[3] * mean;
+            let is_odd = 2u32 * t / distinct % 2u32 == 1u32;
+            let mut sum = F2::empty();
+            #[unroll]
+            for r in 0..2usize {
+                let own = select(is_odd, odd[r], even[r]);
+                sum[r] = own + plane_shuffle_xor(own, comptime!(tile.distinct_rows() / 2));
+            }
+            constant[0] = sum - rounded[0] * mean;
+        } else {
+            #[unroll]
+            for x in 0..columns {
+                let moved = exact[comptime!(2 * x + 1)] - rounded[comptime!(2 * x)];
+                constant[x] = exact[comptime!(2 * x)] + moved * mean;
+            }
         }
     }
 
@@ -145,18 +177,27 @@ impl KeyTiles for AffineTiles {
     }
 }
 
-/// The powers of two by which the codes of a channel and the next are too large, or the inverses of these.
+/// The inverses of the powers of two by which the codes of a channel and the next are too large.
 #[cube]
-fn powers<E: Float>(#[comptime] channel: u32, #[comptime] up: bool, #[comptime] tile: Tile) -> Pair<E> {
-    let of = comptime!({
-        let at = |channel: u32| (1u32 << tile.excess(channel % (tile.per_word() / 2))) as f32;
-        let of = (at(channel), at(channel + 1));
-        if up { of } else { (1.0 / of.0, 1.0 / of.1) }
-    });
+fn inverse_powers<E: Float>(#[comptime] channel: u32, #[comptime] tile: Tile) -> Pair<E> {
     let mut pair = Pair::<E>::empty();
-    pair[0] = E::new(comptime!(of.0));
-    pair[1] = E::new(comptime!(of.1));
+    #[unroll]
+    for i in 0..2u32 {
+        let register = comptime!((channel + i) % tile.per_half());
+        pair[i as usize] = E::new(comptime!(1.0 / (1u32 << tile.excess(register)) as f32));
+    }
     pair
+}
+
+/// Four words as a left operand.
+#[cube]
+fn four<E: Float>(words: Quad) -> Array<Pair<E>> {
+    let mut left = Array::<Pair<E>>::new(4usize);
+    #[unroll]
+    for i in 0..4usize {
+        left[i] = Pair::<E>::reinterpret(words[i]);
+    }
+    left
 }
 
 /// Adds a product to the sums number `x`.
@@ -184,6 +225,16 @@ fn accumulate<E: Float>(
 #[cube]
 fn scale_place(id: u32) -> u32 {
     id ^ ((id >> 3u32) & 1u32)
+}
+
+/// Where the chunk `u` of run `j` of lane t lies, in terms that let the loads of a lane share an address.
+#[cube]
+fn scale_chunk(t: u32, #[comptime] j: u32, #[comptime] u: u32, #[comptime] run_chunks: u32) -> u32 {
+    if comptime!(run_chunks == 4) {
+        4u32 * t + ((t / 2u32) ^ comptime!(u % 2)) + comptime!(16 * j + u / 2 * 2)
+    } else {
+        scale_place((comptime!(4 * j) + t) * run_chunks + u)
+    }
 }
 
 #[cube]
@@ -230,13 +281,23 @@ impl ValueTiles for AffineTiles {
         let multiply = cmma::MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
         let octets = comptime!((tile.tokens / 8) as usize);
         let groups = comptime!(tile.groups() as usize);
-        let g = lane / 4u32;
+        let (g, t) = (lane / 4u32, lane % 4u32);
+        let shared = comptime!(tile.scaled_weights() && tile.copies == 1);
+        // The parameters of 16 tokens, turned: lane (g, t) gets those of group g and tokens 2t and 2t + 1, zero points behind
+        // the scales. What a line holds past its groups is not looked at.
+        let matrices = comptime!(if shared { 2usize } else { 4 });
+        let line = if comptime!(shared) { tile.tokens.runtime() } else { lane / 16u32 * tile.tokens };
+        let at = (slot + line + comptime!(block as u32 * 16) + lane % 16u32) as usize;
+        let row = kept.slice(at, at + 1);
+        // SAFETY: a line holds 16 bytes of elements `E`, whole.
+        let row = unsafe { row.downcast_unchecked::<E>() };
+        let loaded = multiply.load_matrix::<E, Const<2>>(&row, cmma::MatrixIdent::A, matrices, true);
         #[unroll]
         for o in 0..2usize {
-            let token = comptime!((block * 16 + o * 8) as u32) + 2u32 * (lane % 4u32);
-            let a = kept[(slot + token) as usize];
-            let b = kept[(slot + token + 1u32) as usize];
-            if comptime!(tile.scaled_weights() && tile.copies == 1) {
+            if comptime!(shared) {
+                let token = comptime!((block * 16 + o * 8) as u32) + 2u32 * t;
+                let a = kept[(slot + token) as usize];
+                let b = kept[(slot + token + 1u32) as usize];
                 #[unroll]
                 for group in 0..groups {
                     let scale = zip::<E>(a[group / 2], b[group / 2], comptime!(group % 2 == 1));
@@ -250,17 +311,11 @@ impl ValueTiles for AffineTiles {
                 // Eight lanes hold a chunk that spans several groups: each its own channels, which lie in one, and its own
                 // column of weights, which belongs to the same one where there are columns for each.
                 let lanes = comptime!(8 / tile.spanned());
+                let words = u32::reinterpret(loaded[o]);
                 #[unroll]
                 for chunk in 0..comptime!(tile.chunks() as usize) {
-                    let words = comptime!((tile.per_chunk() / tile.group / 2) as usize);
-                    let upper = (g / comptime!(2 * lanes)) % 2u32 == 1u32;
-                    let (wa, wb) = if comptime!(words == 1) {
-                        (a[chunk], b[chunk])
-                    } else {
-                        (select(upper, a[chunk * 2 + 1], a[chunk * 2]), select(upper, b[chunk * 2 + 1], b[chunk * 2]))
-                    };
-                    let shift = select((g / lanes) % 2u32 == 1u32, 16u32, 0u32);
-                    let scale = ((wa >> shift) & 0xFFFFu32) | ((wb >> shift) << 16u32);
+                    let group = g / lanes + comptime!(chunk as u32 * tile.spanned());
+                    let scale = plane_shuffle(words, group * 4u32 + t);
                     if comptime!(tile.scaled_weights()) {
                         operands[chunk * 2 + o] = times::<E>(weights[comptime!(block * 2 + o)], scale);
                     } else {
@@ -275,15 +330,10 @@ impl ValueTiles for AffineTiles {
                 }
             }
         }
-        let at = (slot + comptime!(tile.tokens + block as u32 * 16) + lane % 16u32) as usize;
-        let row = kept.slice(at, at + 1);
-        // SAFETY: a line holds 16 bytes of elements `E`, whole.
-        let row = unsafe { row.downcast_unchecked::<E>() };
-        let loaded = multiply.load_matrix::<E, Const<2>>(&row, cmma::MatrixIdent::A, 2usize, true);
         let mut left = Array::<Pair<E>>::new(4usize);
-        left[0] = loaded[0];
+        left[0] = loaded[comptime!(matrices - 2)];
         left[1] = Pair::<E>::new(E::from_int(0));
-        left[2] = loaded[1];
+        left[2] = loaded[comptime!(matrices - 1)];
         left[3] = Pair::<E>::new(E::from_int(0));
         #[unroll]
         for x in 0..columns {

@@ -37,7 +37,7 @@ pub(crate) fn finish(
 
     #[unroll]
     for x in 0..columns {
-        state.sum[x] = sum_of_column(state.sum[x]);
+        state.sum[x] = sum_of_column(state.sum[x], comptime!(shape.share()));
         if g == 0u32 {
             let at = (warp * all + comptime!(x as u32 * 8) + 2u32 * t) as usize;
             most[at] = state.most[x][0];
@@ -61,16 +61,19 @@ pub(crate) fn finish(
         let own = (2u32 * t) / comptime!(shape.values.distinct_rows()) == g / comptime!(shape.values.distinct_rows());
         let fade = exp2v(state.most[x] - highest);
         let tiles = comptime!((shape.values.head_dim / 16) as usize);
+        let zero = zeros[comptime!(2 * x)];
+        let mut sum = F2::empty();
         #[unroll]
         for j in 0..comptime!(2 * tiles) {
             let (channel, group) = channel_of(g, comptime!(j as u32), comptime!(shape.values));
             let mut out = acc[comptime!(x * 2 * tiles + j)];
             if comptime!(shape.values.packed()) {
-                let source = group * 4u32 + t;
-                let zero = zeros[comptime!(2 * x)];
-                let mut sum = F2::empty();
-                sum[0] = plane_shuffle(zero[0], source);
-                sum[1] = plane_shuffle(zero[1], source);
+                // the channels of 16 bits of a chunk lie in one group
+                if comptime!((j as u32).is_multiple_of(shape.values.per_half())) {
+                    let source = group * 4u32 + t;
+                    sum[0] = plane_shuffle(zero[0], source);
+                    sum[1] = plane_shuffle(zero[1], source);
+                }
                 out = out * F2::new(f32::new(comptime!(unit_of(j as u32, shape.values)))) + sum;
             }
             out = out * fade;
@@ -110,9 +113,9 @@ pub(crate) fn finish(
         #[unroll]
         for w in 0..warps {
             let at = (comptime!(w * all) + row) as usize;
-            sum += sums[at] * (most[at] - highest).exp();
+            sum += sums[at] * f32::powf(2.0f32, most[at] - highest);
         }
-        put(part_ml, (first_row + row) * slots + slot, highest, sum);
+        put(part_ml, (first_row + row) * slots + slot, highest * std::f32::consts::LN_2, sum);
     }
 }
 

@@ -1,5 +1,7 @@
 //! The kernel: warps that stream tiles through shared memory, each with an online softmax of its own.
 
+use std::f32::consts::LOG2_E;
+
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
@@ -36,6 +38,11 @@ impl Shape {
     /// Tokens of a tile.
     pub(crate) fn tokens(self) -> u32 {
         self.keys.tokens
+    }
+
+    /// Copies of the query rows whose lanes split the tokens of a tile among them when weights are made.
+    pub(crate) fn share(self) -> u32 {
+        if (self.tokens() / 8).is_multiple_of(self.keys.copies) { self.keys.copies } else { 1 }
     }
 
     /// Bytes of shared memory.
@@ -89,7 +96,7 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     let octets = comptime!((shape.tokens() / 8) as usize);
     let stages = comptime!(shape.stages);
     let warps = comptime!(shape.warps);
-    let distinct_rows = comptime!(shape.values.distinct_rows());
+    let distinct_rows = comptime!(shape.keys.distinct_rows());
     let lane = UNIT_POS_X % 32u32;
     let warp = UNIT_POS_X / 32u32;
     let (g, t) = (lane / 4u32, lane % 4u32);
@@ -106,11 +113,9 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
         SharedMemory::<Single>::new_aligned(comptime!((columns * pairs).next_multiple_of(4) * 32), 16usize);
     let arrived0 = Barrier::shared_uninit();
     let arrived1 = Barrier::shared_uninit();
-    let arrived2 = Barrier::shared_uninit();
     if UNIT_POS_X == 0u32 {
         arrived0.init_manual(warps);
         arrived1.init_manual(warps);
-        arrived2.init_manual(warps);
     }
 
     // Asked for here, so that nothing waits for the answer.
@@ -169,7 +174,7 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
                 values,
             );
         }
-        arrive(&arrived0, &arrived1, &arrived2, s, lane, stages);
+        arrive(&arrived0, &arrived1, s, lane);
     }
 
     // ---- queries as right operands, in the order of the channels of a lane
@@ -181,7 +186,7 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
             let mut both = Pair::<KE>::new(KE::from_int(0));
             both[0] = KE::cast_from(float_at::<Const<1>>(&asked, element, comptime!(shape.q_dtype)));
             both[1] = KE::cast_from(float_at::<Const<1>>(&asked, element + 1u32, comptime!(shape.q_dtype)));
-            let at = entry / 128u32 * 128u32 + entry % 32u32 * 4u32 + entry / 32u32 % 4u32;
+            let at = entry / 128u32 * 128u32 + entry % 32u32 * 4u32 + word_place(entry / 32u32 % 4u32);
             query_pairs[at as usize] = Single::new(u32::reinterpret(both));
         }
     }
@@ -189,7 +194,7 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     let mut prepared = Array::<u32>::new(comptime!(columns * pairs));
     #[unroll]
     for p in 0..comptime!(columns * pairs) {
-        let at = comptime!((p / 4 * 128 + p % 4) as u32) + lane * 4u32;
+        let at = comptime!((p / 4 * 128) as u32) + word_place(comptime!((p % 4) as u32).runtime()) + lane * 4u32;
         prepared[p] = K::prepare::<KE>(query_pairs[at as usize][0], comptime!(p % pairs), keys);
     }
 
@@ -213,10 +218,9 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
         last[0] = select(merges != 0u32 && before + 1u32 == slots, 1u32, 0u32);
     }
 
-    let mut stage = 0u32;
-    let mut phase = 0u32;
     for round in 0..rounds {
-        wait(&arrived0, &arrived1, &arrived2, stage, phase, stages);
+        let stage = round % stages;
+        wait(&arrived0, &arrived1, stage, round / stages % 2u32);
         let token = begin + (warp + round * warps) * tokens;
         let slot = warp * stages + stage;
         if token < end {
@@ -228,7 +232,7 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
                 &k_params,
                 slot,
                 lane,
-                scale,
+                scale * LOG2_E,
                 &mut scores,
                 columns,
                 keys,
@@ -249,6 +253,7 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
                 tokens,
                 comptime!(tiles * 2),
                 columns,
+                comptime!(shape.share()),
             );
             value_tile::<V, VE>(
                 &p, &v_tiles, &v_params, slot, lane, v_lane, eights, &mut acc, &mut zeros, columns, values,
@@ -279,12 +284,7 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
                     values,
                 );
             }
-            arrive(&arrived0, &arrived1, &arrived2, stage, lane, stages);
-        }
-        stage += 1u32;
-        if stage == stages {
-            stage = 0u32;
-            phase = phase ^ 1u32;
+            arrive(&arrived0, &arrived1, stage, lane);
         }
     }
     sync_cube();
@@ -305,6 +305,12 @@ pub(crate) fn mma<K: KeyTiles, V: ValueTiles, KE: Float, VE: Float, P: Size>(
     if last[0] != 0u32 {
         join(part_o, part_ml, out, lse, rows, matrix, slots, no_token, lane, warp, shape);
     }
+}
+
+/// Where in a quad the word number `i` of four lies: those that are multiplied together lie side by side.
+#[cube]
+fn word_place(i: u32) -> u32 {
+    i % 2u32 * 2u32 + i / 2u32
 }
 
 /// The query row and the first of the two channels of an entry of the right operands.

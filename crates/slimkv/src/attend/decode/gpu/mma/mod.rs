@@ -187,6 +187,8 @@ impl Shape {
         let columns = rows.div_ceil(8);
         // With room for it, each group of a chunk of values gets a copy of the query rows, whose weights take its scales.
         let copies = Some(self.values.spanned()).filter(|n| n * rows <= 8).unwrap_or(1);
+        // With room for it in any case, all lanes have query rows to make weights for.
+        let key_copies = copies.max(if rows <= 4 { 2 } else { 1 });
         let rows = rows.next_power_of_two().max(4);
         // Narrow codes are bound by instructions rather than by loads, and their kernel fits 128 registers.
         let narrow = [self.keys, self.values].iter().all(|t| t.bits <= 2);
@@ -196,8 +198,16 @@ impl Shape {
             (false, _) => 8,
         };
         let with = |warps, tokens, stages| {
-            let tile = |t: Tile| Tile { tokens, copies, ..t };
-            Shape { keys: tile(self.keys), values: tile(self.values), warps, stages, columns, rows, ..self }
+            let tile = |t: Tile, copies| Tile { tokens, copies, ..t };
+            Shape {
+                keys: tile(self.keys, key_copies),
+                values: tile(self.values, copies),
+                warps,
+                stages,
+                columns,
+                rows,
+                ..self
+            }
         };
         let fits = |shape: &Shape| {
             let whole = |t: Tile| (t.tokens * t.chunks()).is_multiple_of(32);

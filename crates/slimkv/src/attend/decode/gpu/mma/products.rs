@@ -6,7 +6,7 @@ use crate::format::fragments::{
     CODE_UNIT, F2, KeyTiles, Pair, Quad, Single, Tile, ValueTiles, key_params, value_params, value_place,
 };
 
-/// Scores of a tile, natural scale: block b of 16 tokens, then tokens g and g + 8, then query rows 2t and 2t + 1.
+/// Scores of a tile, in powers of two: block b of 16 tokens, then tokens g and g + 8, then query rows 2t and 2t + 1.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn score_tile<K: KeyTiles, E: Float>(
@@ -107,7 +107,7 @@ pub(super) fn score_tile<K: KeyTiles, E: Float>(
         #[unroll]
         for o in 0..octets {
             let i = comptime!(x * octets + o);
-            scores[i] = sums[i] * F2::new(scale * unit) + constant;
+            scores[i] = fma(sums[i], F2::new(scale * unit), constant);
         }
     }
 }

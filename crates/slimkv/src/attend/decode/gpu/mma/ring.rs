@@ -90,13 +90,11 @@ fn chunk_place(lane: u32, #[comptime] x: u32, #[comptime] keys: bool, #[comptime
 
 /// Lets the barrier of a stage complete when all copies queued so far by all warps have landed.
 #[cube]
-pub(super) fn arrive(b0: &Barrier, b1: &Barrier, b2: &Barrier, stage: u32, lane: u32, #[comptime] stages: u32) {
+pub(super) fn arrive(b0: &Barrier, b1: &Barrier, stage: u32, lane: u32) {
     if stage == 0u32 {
         arrive_at(b0, lane);
-    } else if comptime!(stages == 2) || stage == 1u32 {
-        arrive_at(b1, lane);
     } else {
-        arrive_at(b2, lane);
+        arrive_at(b1, lane);
     }
 }
 
@@ -111,12 +109,10 @@ fn arrive_at(barrier: &Barrier, lane: u32) {
 
 /// Waits until the copies of a stage have landed.
 #[cube]
-pub(super) fn wait(b0: &Barrier, b1: &Barrier, b2: &Barrier, stage: u32, phase: u32, #[comptime] stages: u32) {
+pub(super) fn wait(b0: &Barrier, b1: &Barrier, stage: u32, phase: u32) {
     if stage == 0u32 {
         b0.wait_parity(phase);
-    } else if comptime!(stages == 2) || stage == 1u32 {
-        b1.wait_parity(phase);
     } else {
-        b2.wait_parity(phase);
+        b1.wait_parity(phase);
     }
 }

@@ -8,6 +8,10 @@ use crate::gpu::float::LOWEST;
 /// Below [`LOWEST`], so that its weight is 0 also where nothing has been seen.
 const HIDDEN: f32 = -3.3e38;
 
+/// How far above the highest score weights are relative to when it grows: the next ones seldom exceed that, so what was
+/// accumulated is seldom rescaled. A power of two, so that the weight of a lone token stays exact.
+const HEADROOM: f32 = 2.0;
+
 /// Which tokens the query rows 2t and 2t + 1 of each column see.
 #[derive(CubeType)]
 pub(crate) struct Seen {
@@ -42,7 +46,8 @@ impl Seen {
     }
 }
 
-/// Maximum and sum of the query rows 2t and 2t + 1 of each column; the sums are of a lane's own tokens.
+/// Of the query rows 2t and 2t + 1 of each column: the score, in powers of two, that weights are relative to, which none
+/// exceeds, and the sum of the weights that a lane made.
 #[derive(CubeType)]
 pub(crate) struct Softmax {
     pub most: Array<F2>,
@@ -75,27 +80,29 @@ pub(crate) fn most_of_column(x: F2) -> F2 {
     most
 }
 
-/// The sum over the eight lanes that hold the same query rows.
+/// The sum over the lanes that share the tokens of the same query rows: eight for each of `share` copies.
 #[cube]
-pub(crate) fn sum_of_column(x: F2) -> F2 {
+pub(crate) fn sum_of_column(x: F2, #[comptime] share: u32) -> F2 {
     let mut sum = x;
     #[unroll]
-    for i in 2..5u32 {
+    for i in comptime!(2 - share.ilog2())..5u32 {
         sum[0] += plane_shuffle_xor(sum[0], comptime!(1u32 << i));
         sum[1] += plane_shuffle_xor(sum[1], comptime!(1u32 << i));
     }
     sum
 }
 
+/// Two to the power of `x`.
 #[cube]
 pub(crate) fn exp2v(x: F2) -> F2 {
     let mut e = F2::empty();
-    e[0] = x[0].exp();
-    e[1] = x[1].exp();
+    e[0] = f32::powf(2.0f32, x[0]);
+    e[1] = f32::powf(2.0f32, x[1]);
     e
 }
 
-/// Turns scores into weights relative to the running maximum, which rescales what was accumulated when it grows.
+/// Turns scores, in powers of two, into weights. Where `share` columns hold copies of the query rows, so that their lanes have
+/// the same scores, each makes the weights of as large a part of the tokens and writes them for all.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn softmax<E: Float>(
@@ -113,6 +120,7 @@ pub(crate) fn softmax<E: Float>(
     #[comptime] tokens: u32,
     #[comptime] accs: usize,
     #[comptime] columns: usize,
+    #[comptime] share: u32,
 ) {
     let octets = comptime!((tokens / 8) as usize);
     let base = warp * comptime!(tokens * 4 * columns as u32);
@@ -130,15 +138,19 @@ pub(crate) fn softmax<E: Float>(
                 scores[comptime!(x * octets + o)] = s;
             }
         }
-        let mut most = state.most[x];
+        let mut most = scores[comptime!(x * octets)];
         #[unroll]
-        for o in 0..octets {
+        for o in 1..octets {
             most = max(most, scores[comptime!(x * octets + o)]);
         }
-        let most = most_of_column(most);
-        if plane_any(most[0] > state.most[x][0] || most[1] > state.most[x][1]) {
-            let fade = exp2v(state.most[x] - most);
-            state.most[x] = most;
+        let before = state.most[x];
+        if plane_any(most[0] > before[0] || most[1] > before[1]) {
+            let most = most_of_column(most);
+            let mut next = F2::empty();
+            next[0] = select(most[0] > before[0], most[0] + HEADROOM, before[0]);
+            next[1] = select(most[1] > before[1], most[1] + HEADROOM, before[1]);
+            let fade = exp2v(before - next);
+            state.most[x] = next;
             state.sum[x] = state.sum[x] * fade;
             #[unroll]
             for j in 0..accs {
@@ -146,12 +158,25 @@ pub(crate) fn softmax<E: Float>(
             }
             zeros[comptime!(2 * x)] = zeros[comptime!(2 * x)] * fade;
         }
+        let own = comptime!(octets / share as usize);
+        let copy = lane % 4u32 / comptime!(4 / share);
+        let at = base + copy * comptime!(own as u32 * 32 - 4 / share) + lane;
         #[unroll]
-        for o in 0..octets {
-            let p = exp2v(scores[comptime!(x * octets + o)] - state.most[x]);
+        for o in 0..own {
+            let mut s = scores[comptime!(x * octets + o)];
+            #[unroll]
+            for c in 1..share {
+                let other = scores[comptime!(x * octets + c as usize * own + o)];
+                s[0] = select(copy == c, other[0], s[0]);
+                s[1] = select(copy == c, other[1], s[1]);
+            }
+            let p = exp2v(s - state.most[x]);
             state.sum[x] = state.sum[x] + p;
-            let at = base + comptime!(((x * octets + o) * 32) as u32) + lane;
-            turn[at as usize] = u32::reinterpret(Pair::<E>::cast_from(p));
+            let word = u32::reinterpret(Pair::<E>::cast_from(p));
+            #[unroll]
+            for c in 0..share {
+                turn[(at + comptime!(((x * octets + o) * 32) as u32 + c * (4 / share))) as usize] = word;
+            }
         }
     }
     // A result has tokens down and query rows across, the operand wants the tokens of a row side by side: eight rows of

@@ -158,7 +158,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn prefetch(self, p: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
     }
     #[inline(always)]
     fn sum(self, x: __m256) -> f32 {

@@ -1,12 +1,12 @@
-//! AVX2 with FMA and F16C: eight f32 in a register.
+//! AVX2 with FMA and F16C, and with AVX-VNNI where there is that: eight f32 in a register.
 
 use std::arch::x86_64::*;
 
 use super::{Kernel, Simd};
 
-/// The proof that the machine has it.
+/// The proof that the machine has it. `VNNI`: products of halves and their sum are one instruction.
 #[derive(Clone, Copy)]
-pub(crate) struct Avx2(());
+pub(crate) struct Avx2<const VNNI: bool>(());
 
 /// Runs `kernel`, compiled for this instruction set.
 ///
@@ -15,13 +15,23 @@ pub(crate) struct Avx2(());
 /// The machine has the features that are named here.
 #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt,lzcnt")]
 pub(crate) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run(Avx2(()))
+    kernel.run(Avx2::<false>(()))
 }
 
-// SAFETY of all the intrinsics below: a value of `Avx2` exists only inside `run`, whose caller knows that the machine
-// has the instructions; pointers are valid for `LANES` elements by the contract of `Simd`.
+/// Runs `kernel`, compiled for this instruction set with AVX-VNNI.
+///
+/// # Safety
+///
+/// The machine has the features that are named here.
+#[target_feature(enable = "avxvnni,avx2,fma,f16c,bmi1,bmi2,popcnt,lzcnt")]
+pub(crate) unsafe fn run_vnni<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(Avx2::<true>(()))
+}
+
+// SAFETY of all the intrinsics below: a value of `Avx2` exists only inside `run` and `run_vnni`, whose caller knows that the
+// machine has the instructions; pointers are valid for `LANES` elements by the contract of `Simd`.
 #[allow(clippy::undocumented_unsafe_blocks)]
-impl Simd for Avx2 {
+impl<const VNNI: bool> Simd for Avx2<VNNI> {
     type F = __m256;
     type I = __m256i;
     const LANES: usize = 8;
@@ -142,7 +152,9 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn dot_halves(self, acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
-        unsafe { _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)) }
+        unsafe {
+            if VNNI { _mm256_dpwssd_avx_epi32(acc, a, b) } else { _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)) }
+        }
     }
     #[inline(always)]
     unsafe fn load_u8(self, p: *const u8) -> __m256i {

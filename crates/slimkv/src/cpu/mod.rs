@@ -42,6 +42,8 @@ pub enum Isa {
     Scalar,
     /// AVX2, FMA and F16C.
     Avx2,
+    /// AVX2 and AVX-VNNI (Intel's client processors since Alder Lake, Zen 5 and later).
+    AvxVnni,
     /// AVX-512 F, BW, DQ, VL, VBMI and VNNI (Ice Lake, Zen 4 and later).
     Avx512,
     /// AVX-512 and the AMX matrix unit for 8-bit integers (Sapphire Rapids and later, on Linux).
@@ -52,13 +54,14 @@ pub enum Isa {
 
 impl Isa {
     /// Every instruction set, the plainest first.
-    pub const ALL: [Isa; 5] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Amx, Isa::Neon];
+    pub const ALL: [Isa; 6] = [Isa::Scalar, Isa::Avx2, Isa::AvxVnni, Isa::Avx512, Isa::Amx, Isa::Neon];
 
     /// The name that `SLIMKV_ISA` takes.
     pub const fn name(self) -> &'static str {
         match self {
             Isa::Scalar => "scalar",
             Isa::Avx2 => "avx2",
+            Isa::AvxVnni => "avxvnni",
             Isa::Avx512 => "avx512",
             Isa::Amx => "amx",
             Isa::Neon => "neon",
@@ -87,6 +90,8 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => has!["avx2", "fma", "f16c"],
             #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => has!["avxvnni", "avx2", "fma", "f16c"],
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
                 has!["avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512vnni", "avx2", "fma", "f16c"]
             }
@@ -97,7 +102,7 @@ impl Isa {
                 features
             }
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 | Isa::Amx => vec![("the x86-64 architecture", false)],
+            Isa::Avx2 | Isa::AvxVnni | Isa::Avx512 | Isa::Amx => vec![("the x86-64 architecture", false)],
             Isa::Neon => vec![("the 64-bit ARM architecture", cfg!(target_arch = "aarch64"))],
         }
     }
@@ -112,6 +117,9 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Isa::Avx2 => unsafe { avx2::run(kernel) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Isa::AvxVnni => unsafe { avx2::run_vnni(kernel) },
             #[cfg(target_arch = "aarch64")]
             // SAFETY: NEON is part of the architecture.
             Isa::Neon => unsafe { neon::run(kernel) },
@@ -144,10 +152,7 @@ pub fn isa() -> Result<Isa> {
 
 fn choose(forced: Option<&str>) -> Result<Isa> {
     match forced {
-        None | Some("") => {
-            let best = [Isa::Amx, Isa::Avx512, Isa::Avx2, Isa::Neon].into_iter().find(|isa| isa.available().is_ok());
-            Ok(best.unwrap_or(Isa::Scalar))
-        }
+        None | Some("") => Ok(Isa::ALL.into_iter().rev().find(|isa| isa.available().is_ok()).unwrap_or(Isa::Scalar)),
         Some(name) => match Isa::ALL.into_iter().find(|isa| isa.name() == name) {
             Some(isa) => check(isa).map(|()| isa),
             None => {
@@ -210,7 +215,7 @@ mod tests {
     #[test]
     fn an_unknown_name_is_an_error_that_lists_the_known_ones() {
         let text = choose(Some("sse9")).unwrap_err().to_string();
-        assert!(text.contains("sse9") && text.contains("scalar, avx2, avx512, amx, neon"), "{text}");
+        assert!(text.contains("sse9") && text.contains("scalar, avx2, avxvnni, avx512, amx, neon"), "{text}");
     }
 
     #[test]
